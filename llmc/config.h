@@ -1,0 +1,281 @@
+// The model's shape: read from a Hugging Face config.json, a preset's name or a short spec, written back as config.json.
+//
+//   Config config;
+//   if (config_from_spec(&config, "llama-3.2-1b")) ...                                    // a preset
+//   if (config_from_spec(&config, "d=256,layers=8,heads=8,kv=2,ffn=768,vocab=258")) ...   // a short spec
+#ifndef LLMC_CONFIG_H
+#define LLMC_CONFIG_H
+
+#include <ctype.h>   // isalpha
+#include <jansson.h> // JSON
+#include <stdint.h>  // fixed-width integers
+
+#include "error.h"
+#include "file.h" // FileMap
+#include "rope.h" // RopeConfig
+
+typedef struct {
+    int n_layers;
+    int channels; // C, hidden_size
+    int heads, kv_heads, head_dim;
+    int ffn;
+    int vocab;
+    int context;
+    float norm_eps;
+    int tied; // the head is the embedding
+    RopeConfig rope;
+    int bos_id, eos_id; // -1: none given
+    float init_std;
+} Config;
+
+static inline int64_t config_q_dim(const Config *config) {
+    return (int64_t)config->heads * config->head_dim;
+}
+
+static inline int64_t config_kv_dim(const Config *config) {
+    return (int64_t)config->kv_heads * config->head_dim;
+}
+
+// Parameters, the tied head counted once.
+static inline int64_t config_n_params(const Config *config) {
+    int64_t C = config->channels;
+    int64_t layer = 2 * C + 2 * C * config_q_dim(config) + 2 * C * config_kv_dim(config) + 3 * C * config->ffn;
+    return config->n_layers * layer + C + (config->tied ? 1 : 2) * C * config->vocab;
+}
+
+// Refuses shapes the program cannot compute; `where` is the file or spec named in the message.
+static inline int config_check(const Config *config, const char *where) {
+    const struct {
+        const char *name;
+        int value, max;
+    } sizes[] = {{"num_hidden_layers", config->n_layers, 4096},
+                 {"hidden_size", config->channels, 1 << 20},
+                 {"num_attention_heads", config->heads, 1 << 14},
+                 {"num_key_value_heads", config->kv_heads, 1 << 14},
+                 {"head_dim", config->head_dim, 1 << 12},
+                 {"intermediate_size", config->ffn, 1 << 22},
+                 {"vocab_size", config->vocab, 1 << 24},
+                 {"max_position_embeddings", config->context, 1 << 24}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value < 1 || sizes[i].value > sizes[i].max)
+            return error_set("%s: %s is %d, it must be 1 to %d", where, sizes[i].name, sizes[i].value, sizes[i].max);
+    if (config->heads % config->kv_heads != 0)
+        return error_set("%s: num_attention_heads %d is not a multiple of num_key_value_heads %d", where,
+                         config->heads, config->kv_heads);
+    if (config->head_dim % 2 != 0) return error_set("%s: head_dim %d is odd, RoPE pairs dimensions", where,
+                                                    config->head_dim);
+    if (!(config->norm_eps > 0.0f && config->norm_eps < 1.0f)) return error_set("%s: rms_norm_eps %g", where,
+                                                                                (double)config->norm_eps);
+    if (!(config->rope.theta > 1.0f)) return error_set("%s: rope_theta %g", where, (double)config->rope.theta);
+    if (config->rope.scaled &&
+        !(config->rope.factor >= 1.0f && config->rope.low_freq_factor > 0.0f &&
+          config->rope.high_freq_factor > config->rope.low_freq_factor && config->rope.original_context > 0))
+        return error_set("%s: llama3 RoPE scaling with impossible factors", where);
+    if (config->bos_id >= config->vocab || config->eos_id >= config->vocab)
+        return error_set("%s: a special token id is beyond the vocabulary of %d", where, config->vocab);
+    return 0;
+}
+
+// *out = an integer field. Absent or null: fallback, unless that is INT_MIN, which makes the field required.
+static inline int config_int(int *out, const json_t *json, const char *key, int fallback, const char *where) {
+    const json_t *value = json_object_get(json, key);
+    if (value == NULL || json_is_null(value)) {
+        if (fallback == INT_MIN) return error_set("%s: %s is missing", where, key);
+        *out = fallback;
+        return 0;
+    }
+    if (!json_is_integer(value) || json_integer_value(value) < INT_MIN || json_integer_value(value) > INT_MAX)
+        return error_set("%s: %s is not a whole number", where, key);
+    *out = (int)json_integer_value(value);
+    return 0;
+}
+
+static inline int config_float(float *out, const json_t *json, const char *key, float fallback, const char *where) {
+    const json_t *value = json_object_get(json, key);
+    *out = fallback;
+    if (value == NULL || json_is_null(value)) return 0;
+    if (!json_is_number(value)) return error_set("%s: %s is not a number", where, key);
+    *out = (float)json_number_value(value);
+    return 0;
+}
+
+// A special token's id; configs give a number or a list, of which the first is taken.
+static inline int config_token(int *out, const json_t *json, const char *key, const char *where) {
+    const json_t *value = json_object_get(json, key);
+    json_t *single;
+    if (!json_is_array(value)) return config_int(out, json, key, -1, where);
+    single = json_pack("{s:O}", key, json_array_get(value, 0));
+    int result = single == NULL ? error_set("%s: %s is an empty list", where, key)
+                                : config_int(out, single, key, -1, where);
+    json_decref(single);
+    return result;
+}
+
+// Both spellings: rope_parameters {rope_theta, rope_type, ...} and rope_theta with rope_scaling.
+static inline int config_rope(RopeConfig *rope, const json_t *json, const char *where) {
+    const json_t *fields = json_object_get(json, "rope_parameters");
+    const json_t *holder = json_is_object(fields) ? fields : json;
+    memset(rope, 0, sizeof *rope);
+    if (config_float(&rope->theta, holder, "rope_theta", 10000.0f, where)) return -1; // Llama 1 and 2 leave it out
+    if (!json_is_object(fields)) fields = json_object_get(json, "rope_scaling");
+    if (!json_is_object(fields)) return 0;
+    const char *type = json_string_value(json_object_get(fields, "rope_type"));
+    if (type == NULL) type = json_string_value(json_object_get(fields, "type"));
+    if (type == NULL || strcmp(type, "default") == 0) return 0;
+    if (strcmp(type, "llama3") != 0) return error_set("%s: RoPE type '%.40s' is not supported", where, type);
+    rope->scaled = 1;
+    if (config_float(&rope->factor, fields, "factor", 0.0f, where) ||
+        config_float(&rope->low_freq_factor, fields, "low_freq_factor", 0.0f, where) ||
+        config_float(&rope->high_freq_factor, fields, "high_freq_factor", 0.0f, where))
+        return -1;
+    return config_int(&rope->original_context, fields, "original_max_position_embeddings", INT_MIN, where);
+}
+
+// Reads a parsed config.json. Anything but a plain Llama is refused by the name of what differs.
+static inline int config_from_json(Config *config, const json_t *json, const char *where) {
+    const char *type = json_string_value(json_object_get(json, "model_type"));
+    const char *act = json_string_value(json_object_get(json, "hidden_act"));
+    if (!json_is_object(json)) return error_set("%s: not a JSON object", where);
+    if (type == NULL || strcmp(type, "llama") != 0)
+        return error_set("%s: model_type '%.40s' is not supported, only 'llama'", where, type != NULL ? type : "(none)");
+    if (act != NULL && strcmp(act, "silu") != 0) return error_set("%s: hidden_act '%.40s' is not supported, only 'silu'",
+                                                                  where, act);
+    if (json_is_true(json_object_get(json, "attention_bias"))) return error_set("%s: attention_bias is not supported",
+                                                                                where);
+    if (json_is_true(json_object_get(json, "mlp_bias"))) return error_set("%s: mlp_bias is not supported", where);
+    memset(config, 0, sizeof *config);
+    if (config_int(&config->n_layers, json, "num_hidden_layers", INT_MIN, where) ||
+        config_int(&config->channels, json, "hidden_size", INT_MIN, where) ||
+        config_int(&config->heads, json, "num_attention_heads", INT_MIN, where) ||
+        config_int(&config->kv_heads, json, "num_key_value_heads", config->heads, where) ||
+        config_int(&config->head_dim, json, "head_dim",
+                   config->heads > 0 && config->channels % config->heads == 0 ? config->channels / config->heads : 0,
+                   where) ||
+        config_int(&config->ffn, json, "intermediate_size", INT_MIN, where) ||
+        config_int(&config->vocab, json, "vocab_size", INT_MIN, where) ||
+        config_int(&config->context, json, "max_position_embeddings", 2048, where) ||
+        config_float(&config->norm_eps, json, "rms_norm_eps", 1e-6f, where) ||
+        config_float(&config->init_std, json, "initializer_range", 0.02f, where) ||
+        config_token(&config->bos_id, json, "bos_token_id", where) ||
+        config_token(&config->eos_id, json, "eos_token_id", where) || config_rope(&config->rope, json, where))
+        return -1;
+    config->tied = json_is_true(json_object_get(json, "tie_word_embeddings"));
+    return config_check(config, where);
+}
+
+// The config.json that transformers reads; a new reference, NULL when out of memory.
+static inline json_t *config_to_json(const Config *config, const char *dtype) {
+    json_t *rope = NULL, *token = NULL;
+    if (config->rope.scaled)
+        rope = json_pack("{s:s, s:f, s:f, s:f, s:i}", "rope_type", "llama3", "factor", (double)config->rope.factor,
+                         "low_freq_factor", (double)config->rope.low_freq_factor, "high_freq_factor",
+                         (double)config->rope.high_freq_factor, "original_max_position_embeddings",
+                         config->rope.original_context);
+    json_t *json = json_pack(
+        "{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:f, s:f, s:f, s:b, s:b, s:b, s:s, s:o?}",
+        "architectures", "LlamaForCausalLM", "model_type", "llama", "hidden_act", "silu", "num_hidden_layers",
+        config->n_layers, "hidden_size", config->channels, "num_attention_heads", config->heads, "num_key_value_heads",
+        config->kv_heads, "head_dim", config->head_dim, "intermediate_size", config->ffn, "vocab_size", config->vocab,
+        "max_position_embeddings", config->context, "rms_norm_eps", (double)config->norm_eps, "initializer_range",
+        (double)config->init_std, "rope_theta", (double)config->rope.theta, "tie_word_embeddings", config->tied,
+        "attention_bias", 0, "mlp_bias", 0, "torch_dtype", dtype, "rope_scaling", rope);
+    if (json == NULL) return NULL;
+    token = config->bos_id >= 0 ? json_integer(config->bos_id) : json_null();
+    json_object_set_new(json, "bos_token_id", token);
+    token = config->eos_id >= 0 ? json_integer(config->eos_id) : json_null();
+    json_object_set_new(json, "eos_token_id", token);
+    return json;
+}
+
+// Reads a config.json file.
+static inline int config_from_file(Config *config, const char *path) {
+    FileMap map;
+    json_error_t error;
+    if (file_map(&map, path)) return -1;
+    json_t *json = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &error);
+    file_unmap(&map);
+    if (json == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
+    int result = config_from_json(config, json, path);
+    json_decref(json);
+    return result;
+}
+
+// Public shapes, by the names people know. tiny is for tests and first steps.
+static const struct {
+    const char *name;
+    Config config;
+} config_presets[] = {
+    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f}},
+    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f}},
+    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f}},
+    {"llama-3.2-1b",
+     {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f}},
+    {"llama-3.2-3b",
+     {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f}},
+    {"llama-3-8b",
+     {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f}},
+    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f}},
+    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f}},
+    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f}},
+};
+enum { CONFIG_PRESETS = sizeof config_presets / sizeof *config_presets };
+
+// key=value,... over the tiny preset: layers d heads kv head-dim ffn vocab ctx theta eps tied.
+static inline int config_from_pairs(Config *config, const char *spec) {
+    int head_dim_given = 0, kv_given = 0;
+    const char *at = spec;
+    *config = config_presets[0].config;
+    while (*at != '\0') {
+        char key[16], *end;
+        int consumed = 0;
+        if (sscanf(at, "%15[a-z-]=%n", key, &consumed) != 1 || consumed == 0)
+            return error_set("--init %.100s: '%.30s' is not key=value", spec, at);
+        double value = strtod(at + consumed, &end);
+        if (end == at + consumed || (*end != ',' && *end != '\0'))
+            return error_set("--init %.100s: %s needs a number", spec, key);
+        const struct {
+            const char *name;
+            int *field;
+        } fields[] = {{"layers", &config->n_layers}, {"d", &config->channels},  {"heads", &config->heads},
+                      {"kv", &config->kv_heads},     {"ffn", &config->ffn},     {"head-dim", &config->head_dim},
+                      {"vocab", &config->vocab},     {"ctx", &config->context}, {"tied", &config->tied}};
+        int known = 0;
+        for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+            if (strcmp(key, fields[i].name) != 0) continue;
+            if (value != (double)(int)value) return error_set("--init %.100s: %s needs a whole number", spec, key);
+            *fields[i].field = (int)value;
+            known = 1;
+        }
+        if (strcmp(key, "theta") == 0) config->rope.theta = (float)value, known = 1;
+        if (strcmp(key, "eps") == 0) config->norm_eps = (float)value, known = 1;
+        if (!known)
+            return error_set("--init %.100s: unknown key '%s' (layers d heads kv head-dim ffn vocab ctx theta eps tied)",
+                             spec, key);
+        head_dim_given |= strcmp(key, "head-dim") == 0;
+        kv_given |= strcmp(key, "kv") == 0;
+        at = *end == ',' ? end + 1 : end;
+    }
+    if (!kv_given) config->kv_heads = config->heads;
+    if (!head_dim_given && config->heads > 0) config->head_dim = config->channels / config->heads;
+    if (config->vocab != 258) config->bos_id = config->eos_id = -1;
+    return config_check(config, spec);
+}
+
+// A preset's name, a config.json file or a short spec.
+static inline int config_from_spec(Config *config, const char *spec) {
+    for (int i = 0; i < CONFIG_PRESETS; i++) {
+        if (strcmp(config_presets[i].name, spec) != 0) continue;
+        *config = config_presets[i].config;
+        return 0;
+    }
+    if (strchr(spec, '=') != NULL && !file_exists(spec)) return config_from_pairs(config, spec);
+    if (file_exists(spec)) return config_from_file(config, spec);
+    char names[256] = "";
+    for (int i = 0; i < CONFIG_PRESETS; i++) {
+        size_t n = strlen(names);
+        snprintf(names + n, sizeof names - n, " %s", config_presets[i].name);
+    }
+    return error_set("--init %.100s: no such preset (%s ), file, or key=value spec", spec, names);
+}
+
+#endif

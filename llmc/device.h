@@ -1,0 +1,143 @@
+// Where tensors live and who computes: memory and the stream every op takes. This is the CPU's side; ops of a CUDA
+// build take a stream of the same name. Only ops look inside tensor memory, everything else moves it through here.
+//
+//   Stream *stream;  stream_create(&stream, PRECISION_BF16, threads);
+//   float *x = (float *)device_alloc(n * sizeof *x);
+//   ... ops(x, stream) ...
+//   if (stream_check(stream)) return -1;      // an op failed since the last check: the message says which
+#ifndef LLMC_DEVICE_H
+#define LLMC_DEVICE_H
+
+#include <dnnl.h>     // the matrix library's engine and stream
+#include <omp.h>      // omp_set_num_threads
+#include <stdint.h>   // fixed-width integers
+#include <stdlib.h>   // free
+#include <string.h>   // memset
+#include <sys/mman.h> // mmap, madvise
+
+#include "error.h"
+
+typedef float floatX; // storage type of activations on this backend
+
+typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
+
+#define DEVICE_ALIGN 64
+
+// Zeroed memory of n_bytes, aligned to a cache line; NULL with an error message when there is none.
+// Large pieces come straight from the kernel with huge pages: fewer TLB misses, and untouched pages cost nothing.
+static inline void *device_alloc(size_t n_bytes) {
+    size_t total = n_bytes + DEVICE_ALIGN; // the size is kept in front for device_free
+    if (total < n_bytes) {
+        error_set("out of memory: %zu bytes asked for", n_bytes);
+        return NULL;
+    }
+    char *base = (char *)mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) {
+        error_set("out of memory: %.1f MB asked for; try a smaller --micro-batch or --recompute", 1e-6 * n_bytes);
+        return NULL;
+    }
+    if (total >= ((size_t)4 << 20)) madvise(base, total, MADV_HUGEPAGE); // advice only: no matter if refused
+    *(size_t *)base = total;
+    return base + DEVICE_ALIGN;
+}
+
+static inline void device_free(void *pointer) {
+    if (pointer == NULL) return;
+    char *base = (char *)pointer - DEVICE_ALIGN;
+    munmap(base, *(size_t *)base);
+}
+
+static inline void device_zero(void *pointer, size_t n_bytes) {
+    memset(pointer, 0, n_bytes);
+}
+
+static inline void device_copy(void *to, const void *from, size_t n_bytes) {
+    memcpy(to, from, n_bytes);
+}
+
+// A buffer that only grows: kept between calls, so that a step allocates nothing once it is warm.
+typedef struct {
+    void *data;
+    size_t n_bytes;
+} Scratch;
+
+// At least n_bytes of scratch, contents undefined; NULL with an error message.
+static inline void *scratch_get(Scratch *scratch, size_t n_bytes) {
+    if (n_bytes > scratch->n_bytes) {
+        device_free(scratch->data);
+        scratch->data = device_alloc(n_bytes);
+        scratch->n_bytes = scratch->data != NULL ? n_bytes : 0;
+    }
+    return scratch->data;
+}
+
+// One matrix product's shape; the prepared kernel for it is kept (matmul.h).
+typedef struct {
+    int64_t rows, cols, inner, lda, ldb, ldo;
+    int trans_a, trans_b, bf16, accumulate;
+} MatmulShape;
+
+typedef struct {
+    MatmulShape shape;
+    dnnl_primitive_t primitive; // NULL: empty slot
+    dnnl_memory_t a, b, out;    // descriptions; data pointers are set at each call
+} MatmulEntry;
+
+#define MATMUL_SLOTS 512
+
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_COUNT }; // bf16 operands; an op's own temporaries
+
+// A queue of work and what its ops keep between calls. One thread at a time uses a stream.
+typedef struct Stream {
+    Precision precision;
+    int threads;
+    dnnl_engine_t engine;
+    dnnl_stream_t dnnl;
+    Scratch scratch[SCRATCH_COUNT];
+    int failed; // an op failed; error_message says which
+    MatmulEntry matmul[MATMUL_SLOTS];
+} Stream;
+
+// 1 if the CPU multiplies bf16 natively.
+static inline int device_has_bf16(void) {
+    return __builtin_cpu_supports("avx512bf16") != 0;
+}
+
+static inline void stream_destroy(Stream *stream) {
+    if (stream == NULL) return;
+    for (int i = 0; i < MATMUL_SLOTS; i++) {
+        MatmulEntry *entry = &stream->matmul[i];
+        if (entry->primitive == NULL) continue;
+        dnnl_primitive_destroy(entry->primitive);
+        dnnl_memory_destroy(entry->a);
+        dnnl_memory_destroy(entry->b);
+        dnnl_memory_destroy(entry->out);
+    }
+    for (int i = 0; i < SCRATCH_COUNT; i++) device_free(stream->scratch[i].data);
+    if (stream->dnnl != NULL) dnnl_stream_destroy(stream->dnnl);
+    if (stream->engine != NULL) dnnl_engine_destroy(stream->engine);
+    free(stream);
+}
+
+// Makes a stream that computes with `threads` threads. Returns 0 or -1 (no memory, no matrix library engine).
+static inline int stream_create(Stream **out, Precision precision, int threads) {
+    Stream *stream = (Stream *)calloc(1, sizeof *stream);
+    if (stream == NULL) return error_set("out of memory for a stream");
+    stream->precision = precision;
+    stream->threads = threads;
+    omp_set_num_threads(threads);
+    if (dnnl_engine_create(&stream->engine, dnnl_cpu, 0) != dnnl_success ||
+        dnnl_stream_create(&stream->dnnl, stream->engine, dnnl_stream_default_flags) != dnnl_success) {
+        stream_destroy(stream);
+        return error_set("the matrix library (oneDNN) does not start on this CPU");
+    }
+    *out = stream;
+    return 0;
+}
+
+// 0, or -1 if an op on this stream has failed since the stream was made.
+static inline int stream_check(const Stream *stream) {
+    return stream->failed ? -1 : 0;
+}
+
+#endif

@@ -1,0 +1,181 @@
+// Where a model comes from: a native .bin (safetensors with the config and the tokenizer in its metadata), a Hugging
+// Face folder (config.json with model.safetensors or a sharded index), or a run folder (its latest checkpoint).
+//
+//   ModelFile file;
+//   if (model_file_open(&file, "llama1b.bin")) ...          // maps and checks; file.config is the shape
+//   if (model_file_read(&file, "model.norm.weight", shape, 1, out)) ...
+#ifndef LLMC_MODEL_FILE_H
+#define LLMC_MODEL_FILE_H
+
+#include <jansson.h> // config and index
+
+#include "config.h"
+#include "error.h"
+#include "file.h"
+#include "safetensors.h"
+
+// Small text files of a Hugging Face folder that a native file carries along and an export writes back.
+static const char *const model_side_files[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                                               "generation_config.json"};
+enum { MODEL_SIDE_FILES = sizeof model_side_files / sizeof *model_side_files };
+
+typedef struct {
+    SafeTensors *shards;
+    int n_shards;
+    Config config;
+    json_t *side_files; // object: name -> text
+} ModelFile;
+
+static inline void model_file_close(ModelFile *file) {
+    for (int i = 0; i < file->n_shards; i++) safetensors_close(&file->shards[i]);
+    free(file->shards);
+    json_decref(file->side_files);
+    memset(file, 0, sizeof *file);
+}
+
+static inline int model_file_add_shard(ModelFile *file, const char *path) {
+    SafeTensors *shards = (SafeTensors *)realloc(file->shards, sizeof *shards * (size_t)(file->n_shards + 1));
+    if (shards == NULL) return error_set("%s: out of memory", path);
+    file->shards = shards;
+    if (safetensors_open(&shards[file->n_shards], path)) return -1;
+    file->n_shards++;
+    return 0;
+}
+
+// The tensor of that name in any shard, NULL if absent.
+static inline const SafeTensor *model_file_find(const ModelFile *file, const char *name) {
+    for (int i = 0; i < file->n_shards; i++) {
+        const SafeTensor *tensor = safetensors_find(&file->shards[i], name);
+        if (tensor != NULL) return tensor;
+    }
+    return NULL;
+}
+
+// Opens the shards an index names: every one must exist beside it and hold what the index says.
+static inline int model_file_open_index(ModelFile *file, const char *folder, const char *index_path) {
+    char path[PATH_MAX];
+    json_error_t error;
+    FileMap map;
+    const char *name;
+    json_t *shard, *seen = json_object();
+    int result = 0;
+    if (file_map(&map, index_path)) return -1;
+    json_t *index = json_loadb((const char *)map.data, map.size, JSON_REJECT_DUPLICATES, &error);
+    file_unmap(&map);
+    json_t *weights = json_object_get(index, "weight_map");
+    if (!json_is_object(weights) || json_object_size(weights) == 0)
+        result = error_set("%s: %s", index_path, index == NULL ? error.text : "no weight_map in it");
+    for (int pass = 0; pass < 2 && result == 0; pass++) { // all shards are looked for before one is opened
+        json_object_foreach(weights, name, shard) {
+            const char *shard_name = json_string_value(shard);
+            if (result != 0) break;
+            if (shard_name == NULL || strchr(shard_name, '/') != NULL || strstr(shard_name, "..") != NULL)
+                result = error_set("%s: %s: the shard name is not a plain file name", index_path, name);
+            else if (path_join(path, folder, shard_name) || !file_exists(path))
+                result = error_set("%s: shard %s is missing (tensor %s is in it)", index_path, shard_name, name);
+            else if (pass == 1 && json_object_get(seen, shard_name) == NULL) {
+                result = model_file_add_shard(file, path);
+                json_object_set_new(seen, shard_name, json_integer(file->n_shards - 1));
+            }
+        }
+    }
+    if (result == 0) {
+        json_object_foreach(weights, name, shard) {
+            const char *shard_name = json_string_value(shard);
+            int at = (int)json_integer_value(json_object_get(seen, shard_name));
+            if (result == 0 && safetensors_find(&file->shards[at], name) == NULL)
+                result = error_set("%s: %s is not in shard %s", index_path, name, shard_name);
+        }
+    }
+    json_decref(seen);
+    json_decref(index);
+    return result;
+}
+
+static inline int model_file_open_folder(ModelFile *file, const char *folder) {
+    char path[PATH_MAX];
+    FileMap map;
+    if (path_join(path, folder, "config.json") || config_from_file(&file->config, path)) return -1;
+    for (int i = 0; i < MODEL_SIDE_FILES; i++) {
+        if (path_join(path, folder, model_side_files[i])) return -1;
+        if (!file_exists(path)) continue;
+        if (file_map(&map, path)) return -1;
+        json_t *text = json_stringn((const char *)map.data, map.size);
+        file_unmap(&map);
+        if (text == NULL) return error_set("%s: not UTF-8 text", path);
+        json_object_set_new(file->side_files, model_side_files[i], text);
+    }
+    if (path_join(path, folder, "model.safetensors")) return -1;
+    if (file_exists(path)) return model_file_add_shard(file, path);
+    if (path_join(path, folder, "model.safetensors.index.json")) return -1;
+    if (file_exists(path)) return model_file_open_index(file, folder, path);
+    return error_set("%s: neither model.safetensors nor model.safetensors.index.json is in it", folder);
+}
+
+static inline int model_file_open_native(ModelFile *file, const char *path) {
+    json_error_t error;
+    if (model_file_add_shard(file, path)) return -1;
+    const json_t *metadata = file->shards[0].metadata;
+    const char *text = json_string_value(json_object_get(metadata, "config"));
+    if (text == NULL)
+        return error_set("%s: no model config in its metadata; a Hugging Face model is given by its folder", path);
+    json_t *json = json_loads(text, JSON_REJECT_DUPLICATES, &error);
+    if (json == NULL) return error_set("%s: config in the metadata: %s", path, error.text);
+    int result = config_from_json(&file->config, json, path);
+    json_decref(json);
+    for (int i = 0; i < MODEL_SIDE_FILES && result == 0; i++) {
+        json_t *side = json_object_get(metadata, model_side_files[i]);
+        if (side != NULL) json_object_set(file->side_files, model_side_files[i], side);
+    }
+    return result;
+}
+
+// Opens a model by its path. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
+static inline int model_file_open(ModelFile *file, const char *path) {
+    char inner[PATH_MAX];
+    int result;
+    memset(file, 0, sizeof *file);
+    file->side_files = json_object();
+    if (!file_exists(path)) {
+        result = error_set("%s: no such model; make one with --init, or give a .bin or a Hugging Face folder", path);
+    } else if (!file_is_folder(path)) {
+        result = model_file_open_native(file, path);
+    } else if (path_join(inner, path, "config.json") == 0 && file_exists(inner)) {
+        result = model_file_open_folder(file, path);
+    } else if (path_join(inner, path, "model.bin") == 0 && file_exists(inner)) {
+        result = model_file_open_native(file, inner);
+    } else if (path_join(inner, path, "latest/model.bin") == 0 && file_exists(inner)) {
+        result = model_file_open_native(file, inner);
+    } else {
+        result = error_set("%s: neither a Hugging Face model (config.json) nor a run (latest/model.bin)", path);
+    }
+    if (result) model_file_close(file);
+    return result;
+}
+
+// Finds a tensor and compares its shape and dtype with what the model needs. NULL with an error message.
+static inline const SafeTensor *model_file_expect(const ModelFile *file, const char *name, const int64_t *shape,
+                                                  int n_dims) {
+    const SafeTensor *tensor = model_file_find(file, name);
+    if (tensor == NULL) {
+        error_set("%s: tensor %s is missing", file->shards[0].path, name);
+        return NULL;
+    }
+    int equal = tensor->n_dims == n_dims;
+    for (int d = 0; d < n_dims && equal; d++) equal = tensor->shape[d] == shape[d];
+    if (!equal) {
+        error_set("%s: %s has shape [%lld%s%lld], the config asks for [%lld%s%lld]", file->shards[0].path, name,
+                  (long long)(tensor->n_dims > 0 ? tensor->shape[0] : 0), tensor->n_dims > 1 ? "," : ";",
+                  (long long)(tensor->n_dims > 1 ? tensor->shape[1] : 0), (long long)shape[0],
+                  n_dims > 1 ? "," : ";", (long long)(n_dims > 1 ? shape[1] : 0));
+        return NULL;
+    }
+    if (tensor->dtype > DTYPE_F16) {
+        error_set("%s: %s has dtype %s; only F32, BF16 and F16 are read", file->shards[0].path, name,
+                  dtype_name(tensor->dtype));
+        return NULL;
+    }
+    return tensor;
+}
+
+#endif
