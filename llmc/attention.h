@@ -15,17 +15,12 @@
 
 #if defined(__AVX512F__)
 #define TILE_LANES 16
-#define TILE_ROWS 6
-#define TILE_VECTORS 4
 #elif defined(__AVX__)
 #define TILE_LANES 8
-#define TILE_ROWS 6
-#define TILE_VECTORS 2
 #else
 #define TILE_LANES 4
-#define TILE_ROWS 4
-#define TILE_VECTORS 2
 #endif
+enum { TILE_MAX_ROWS = 8, TILE_MAX_VECTORS = 4 };
 typedef float TileVector __attribute__((vector_size(4 * TILE_LANES), aligned(4), may_alias));
 
 #define ATTENTION_BLOCK 64 // queries and keys of one block of S
@@ -39,7 +34,7 @@ static inline int attention_padded(int n) {
 __attribute__((always_inline)) static inline void tile_product(float *c, int ldc, const float *a, int row_step,
                                                                int col_step, const float *b, int ldb, int K,
                                                                int accumulate, const int R, const int V) {
-    TileVector sum[TILE_ROWS][TILE_VECTORS];
+    TileVector sum[TILE_MAX_ROWS][TILE_MAX_VECTORS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 8
@@ -49,7 +44,7 @@ __attribute__((always_inline)) static inline void tile_product(float *c, int ldc
         }
     }
     for (int k = 0; k < K; k++) {
-        TileVector row[TILE_VECTORS];
+        TileVector row[TILE_MAX_VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) row[v] = *(const TileVector *)(b + (size_t)k * ldb + v * TILE_LANES);
 #pragma GCC unroll 8
@@ -66,28 +61,35 @@ __attribute__((always_inline)) static inline void tile_product(float *c, int ldc
     }
 }
 
-// The same for any number of rows; width columns, a multiple of TILE_LANES.
+// All rows of a strip of V vectors: R at a time, then 4, 2 and 1. Few enough sums for 32 registers (16: the compiler
+// spills some), enough to hide the latency of the multiply-add.
+__attribute__((always_inline)) static inline void tile_strip(float *c, int ldc, const float *a, int row_step,
+                                                             int col_step, const float *b, int ldb, int rows, int K,
+                                                             int accumulate, const int R, const int V) {
+    int r = 0;
+    for (; r + R <= rows; r += R)
+        tile_product(c + r * ldc, ldc, a + r * row_step, row_step, col_step, b, ldb, K, accumulate, R, V);
+    for (; r + 4 <= rows; r += 4)
+        tile_product(c + r * ldc, ldc, a + r * row_step, row_step, col_step, b, ldb, K, accumulate, 4, V);
+    for (; r + 2 <= rows; r += 2)
+        tile_product(c + r * ldc, ldc, a + r * row_step, row_step, col_step, b, ldb, K, accumulate, 2, V);
+    for (; r < rows; r++)
+        tile_product(c + r * ldc, ldc, a + r * row_step, row_step, col_step, b, ldb, K, accumulate, 1, V);
+}
+
+// c (rows, width) [+]= a b for any number of rows; width is a multiple of TILE_LANES.
 static inline void tile_matmul(float *c, int ldc, const float *a, int row_step, int col_step, const float *b, int ldb,
                                int rows, int width, int K, int accumulate) {
-    for (int v = 0; v < width;) {
-        int wide = width - v >= TILE_VECTORS * TILE_LANES;
-        int r = 0;
-        if (wide) {
-            for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-                tile_product(c + r * ldc + v, ldc, a + r * row_step, row_step, col_step, b + v, ldb, K, accumulate,
-                             TILE_ROWS, TILE_VECTORS);
-            for (; r < rows; r++)
-                tile_product(c + r * ldc + v, ldc, a + r * row_step, row_step, col_step, b + v, ldb, K, accumulate, 1,
-                             TILE_VECTORS);
-        } else {
-            for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-                tile_product(c + r * ldc + v, ldc, a + r * row_step, row_step, col_step, b + v, ldb, K, accumulate,
-                             TILE_ROWS, 1);
-            for (; r < rows; r++)
-                tile_product(c + r * ldc + v, ldc, a + r * row_step, row_step, col_step, b + v, ldb, K, accumulate, 1,
-                             1);
-        }
-        v += wide ? TILE_VECTORS * TILE_LANES : TILE_LANES;
+    int left = width / TILE_LANES;
+    while (left > 0) {
+        int vectors = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (vectors == 4)
+            tile_strip(c, ldc, a, row_step, col_step, b, ldb, rows, K, accumulate, 6, 4);
+        else if (vectors == 2)
+            tile_strip(c, ldc, a, row_step, col_step, b, ldb, rows, K, accumulate, 8, 2);
+        else
+            tile_strip(c, ldc, a, row_step, col_step, b, ldb, rows, K, accumulate, 8, 1);
+        c += vectors * TILE_LANES, b += vectors * TILE_LANES, left -= vectors;
     }
 }
 
