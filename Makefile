@@ -38,8 +38,32 @@ data/medical/train.jsonl: data/medical/prepare.sh
 	data/medical/prepare.sh
 
 test: setup
-	@$(MAKE) --no-print-directory build/test_gpt$(SANITIZE) train
+	@$(MAKE) --no-print-directory build/test_gpt$(SANITIZE) train medical
 	build/test_gpt$(SANITIZE)
+
+demo: setup
+	@$(MAKE) --no-print-directory train medical
+	@scripts/demo.sh
+
+plot:
+	@scripts/plot.sh $(RUN)
+
+build/bench: dev/bench.cu train_gpt.cu $(HEADERS) Makefile
+	@mkdir -p build
+	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function dev/bench.cu -o $@ $(LIBS)
+
+# BENCH: which parts, e.g. `make bench BENCH="124m 1b"`
+bench: setup build/bench
+	build/bench $(BENCH)
+
+SOURCES := train_gpt.cu test_gpt.cu dev/bench.cu $(HEADERS)
+lint:
+	@scripts/setup.sh lint
+	clang-format --dry-run -Werror $(SOURCES)
+	$(CXX) -x c++ -std=c++17 $(BASE) -fsyntax-only train_gpt.cu
+	$(CXX) -x c++ -std=c++17 $(BASE) -fsyntax-only test_gpt.cu
+	cppcheck --quiet --language=c --std=c11 --enable=warning,performance,portability --inline-suppr \
+	    --suppress=missingIncludeSystem --error-exitcode=1 -D__GNUC__ train_gpt.cu
 
 clean:
 	rm -rf train build

@@ -417,8 +417,8 @@ static int stage_match(const Stage *stage, const ModelFile *file) {
     for (int s = 0; s < file->n_shards; s++) {
         for (int i = 0; i < file->shards[s].n_tensors; i++) {
             const char *name = file->shards[s].tensors[i].name;
-            int known = ends_with(name, "rotary_emb.inv_freq") ||
-                        (stage->config.tied && strcmp(name, "lm_head.weight") == 0);
+            int known =
+                ends_with(name, "rotary_emb.inv_freq") || (stage->config.tied && strcmp(name, "lm_head.weight") == 0);
             for (int t = 0; t < stage->n_tensors && !known; t++) known = strcmp(stage->tensors[t].name, name) == 0;
             if (!known)
                 return error_set("%s: tensor %s is not part of a Llama of this config", file->shards[s].path, name);
@@ -496,8 +496,8 @@ static int stage_save_folder(const Stage *stage, const char *folder, Dtype dtype
     if (result == 0) result = path_join(path, folder, "model.safetensors");
     if (result == 0) result = path_join(aside, folder, "model.safetensors.tmp");
     if (result == 0)
-        result = stage_write_arenas(stage, aside, json_pack("{s:s}", "format", "pt"), dtype, 1, &stage->params,
-                                    &prefix);
+        result =
+            stage_write_arenas(stage, aside, json_pack("{s:s}", "format", "pt"), dtype, 1, &stage->params, &prefix);
     if (result == 0) result = file_replace(aside, path);
     if (result == 0) result = path_join(path, folder, "config.json");
     if (result == 0) result = file_write_text(path, text);
@@ -644,7 +644,8 @@ static double seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Gradients of a whole step into stage->grads, micro-batch by micro-batch; *loss = mean over the step's targets in nats.
+// Gradients of a whole step into stage->grads, micro-batch by micro-batch; *loss = mean over the step's targets in
+// nats.
 static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, double *loss, StepTimes *times,
                            Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
@@ -850,6 +851,7 @@ typedef struct {
     Run run;
     Progress progress;
     // decided from the options, the model and the data
+    char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
     Precision precision;
     int64_t n_steps, warmup, val_every, save_every;
@@ -868,7 +870,8 @@ static int run_find(Run *run, const Options *opts) {
     do {
         snprintf(path, sizeof path, "runs/%d", ++number);
     } while (file_exists(path));
-    if (opts->resume && --number == 0) return error_set("--resume: there is no run under runs/; name its folder with -o");
+    if (opts->resume && --number == 0)
+        return error_set("--resume: there is no run under runs/; name its folder with -o");
     snprintf(run->path, sizeof run->path, "runs/%d", number);
     return 0;
 }
@@ -915,14 +918,14 @@ static int run_log_start(Trainer *trainer, const char *kind) {
     const dnnl_version_t *dnnl = dnnl_version();
     char library[64];
     snprintf(library, sizeof library, "%d.%d.%d", dnnl->major, dnnl->minor, dnnl->patch);
-    json_t *line = json_pack(
-        "{s:s, s:s, s:s, s:s, s:i, s:s, s:I, s:I, s:I, s:I, s:i, s:o, s:o}", "type", kind, "meshtune", MESHTUNE_VERSION,
-        "onednn", library, "compiler", __VERSION__, "threads", trainer->threads, "precision",
-        trainer->precision == PRECISION_BF16 ? "bf16" : "fp32", "parameters", (json_int_t)trainer->stage.n_params,
-        "train_windows", (json_int_t)trainer->data.train.n_windows, "steps", (json_int_t)trainer->n_steps, "warmup",
-        (json_int_t)trainer->warmup, "seq", trainer->T, "options",
-        cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config",
-        config_to_json(&trainer->stage.config, "float32"));
+    json_t *line =
+        json_pack("{s:s, s:s, s:s, s:s, s:i, s:s, s:I, s:I, s:I, s:I, s:i, s:o, s:o}", "type", kind, "meshtune",
+                  MESHTUNE_VERSION, "onednn", library, "compiler", __VERSION__, "threads", trainer->threads,
+                  "precision", trainer->precision == PRECISION_BF16 ? "bf16" : "fp32", "parameters",
+                  (json_int_t)trainer->stage.n_params, "train_windows", (json_int_t)trainer->data.train.n_windows,
+                  "steps", (json_int_t)trainer->n_steps, "warmup", (json_int_t)trainer->warmup, "seq", trainer->T,
+                  "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config",
+                  config_to_json(&trainer->stage.config, "float32"));
     return line != NULL ? run_append(&trainer->run, line) : error_set("out of memory for the log");
 }
 
@@ -997,30 +1000,22 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     if (checkpoint_path(path, trainer->run.path, step, "") || path_join(file, path, "run.json")) return -1;
     *state = json_load_file(file, 0, &error);
     if (*state == NULL) return error_set("%s: line %d: %s", file, error.line, error.text);
-    Options before;
-    memset(&before, 0, sizeof before);
-    unsigned char none[CLI_OPTIONS] = {0};
-    const json_t *options = json_object_get(*state, "options");
-    if (cli_defaults(option_table, OPTION_COUNT, &before) ||
-        cli_from_json(option_table, OPTION_COUNT, &before, none, options) ||
-        cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, options))
-        return -1;
-    json_t *old = cli_to_json(option_table, OPTION_COUNT, &before);
+    const json_t *saved = json_object_get(*state, "options");
+    if (cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, saved)) return -1;
+    trainer->opts.resume = 1;
     json_t *now = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
-    for (int i = 0; i < OPTION_COUNT; i++) {
+    int result = 0;
+    for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
-        int quiet = strcmp(name, "resume") == 0 || strcmp(name, "stop-after") == 0 || strcmp(name, "out") == 0;
-        if (!quiet && !json_equal(json_object_get(old, name), json_object_get(now, name)))
+        if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
+        if (strcmp(name, "model") == 0 || strcmp(name, "init") == 0 || strcmp(name, "seq") == 0)
+            result = error_set("--resume: --%s differs from the run's; leave it out, or start a new run", name);
+        else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0)
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
-    json_decref(old);
     json_decref(now);
-    trainer->opts.resume = 1;
-    if (!trainer->given[0]) trainer->opts.init[0] = '\0';
-    if (path_join(file, path, "model.bin")) return -1;
-    if (strlen(file) >= sizeof trainer->opts.model) return error_set("%.200s: the path is too long", file);
-    strcpy(trainer->opts.model, file);
-    return 0;
+    if (result == 0) result = path_join(trainer->model_path, path, "model.bin");
+    return result;
 }
 
 // Position and moments from the checkpoint whose weights are loaded.
@@ -1125,8 +1120,8 @@ static int train_step(Trainer *trainer, Batch *batch, StepResult *result, StepTi
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
     next_batch(trainer, batch);
-    result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, p->step, trainer->warmup,
-                       trainer->n_steps);
+    result->lr =
+        lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, p->step, trainer->warmup, trainer->n_steps);
     if (stage_gradients(&trainer->stage, batch, trainer->B, &result->loss, times, trainer->stream)) return -1;
     double start = seconds();
     result->grad_norm = stage_grad_norm(&trainer->stage, trainer->stream);
@@ -1173,8 +1168,7 @@ static int validate(Trainer *trainer, double *loss) {
     fflush(stdout);
     if (!(eval.loss < trainer->progress.best_val)) return 0;
     trainer->progress.best_val = eval.loss;
-    if (trainer->progress.step > 0 && run_save_best(trainer))
-        printf("train: %s; the run goes on\n", error_message);
+    if (trainer->progress.step > 0 && run_save_best(trainer)) printf("train: %s; the run goes on\n", error_message);
     return 0;
 }
 
@@ -1297,25 +1291,20 @@ static const char medical_train[] = "data/medical/train.jsonl", medical_val[] = 
 static int open_model(Trainer *trainer, ModelFile *file) {
     const Options *opts = &trainer->opts;
     memset(file, 0, sizeof *file);
-    if (opts->model[0] != '\0' && opts->init[0] != '\0') return error_set("give -m or --init, not both");
-    if (opts->model[0] == '\0' && opts->init[0] == '\0')
-        return error_set("no model: give -m FILE, or --init for a random one (--help lists everything)");
-    if (opts->init[0] != '\0') {
+    if (trainer->model_path[0] == '\0') {
         Config config;
-        if (config_from_spec(&config, opts->init) || stage_table(&trainer->stage, &config)) return -1;
-        trainer->stage.side_files = json_object();
-        if (config.vocab == BYTE_VOCAB) {
-            json_t *bytes = tokenizer_byte_json();
-            char *text = json_dumps(bytes, JSON_COMPACT);
-            json_decref(bytes);
-            if (text == NULL) return error_set("out of memory for the tokenizer");
-            json_object_set_new(trainer->stage.side_files, "tokenizer.json", json_string(text));
-            free(text);
+        if (opts->model[0] != '\0' && opts->init[0] != '\0') return error_set("give -m or --init, not both");
+        if (opts->model[0] == '\0' && opts->init[0] == '\0')
+            return error_set("no model: give -m FILE, or --init for a random one (--help lists everything)");
+        if (opts->init[0] != '\0') {
+            if (config_from_spec(&config, opts->init) || stage_table(&trainer->stage, &config)) return -1;
+            trainer->stage.side_files = config.vocab == BYTE_VOCAB ? tokenizer_byte_files() : json_object();
+            tokenizer_open(&trainer->tokenizer, NULL, config.vocab);
+            return trainer->stage.side_files != NULL ? 0 : error_set("out of memory for the tokenizer");
         }
-        tokenizer_open(&trainer->tokenizer, NULL, config.vocab);
-        return 0;
+        snprintf(trainer->model_path, sizeof trainer->model_path, "%s", opts->model);
     }
-    if (model_file_open(file, opts->model)) return -1;
+    if (model_file_open(file, trainer->model_path)) return -1;
     if (stage_table(&trainer->stage, &file->config) || stage_match(&trainer->stage, file)) return -1;
     tokenizer_open(&trainer->tokenizer, json_string_value(json_object_get(file->side_files, "tokenizer.json")),
                    file->config.vocab);
@@ -1326,12 +1315,12 @@ static int open_data(Trainer *trainer) {
     Options *opts = &trainer->opts;
     Dataset *data = &trainer->data;
     data->val_share = opts->val_data.n > 0 ? 0.0 : (double)opts->val_fraction;
-    if (opts->data.n == 0) {
+    if (opts->data.n == 0 && !(opts->eval && opts->val_data.n > 0)) {
         if (!file_exists(medical_train))
             return error_set("no -d given, and the medical text is not prepared: run data/medical/prepare.sh");
         printf("data: no -d given, the prepared medical text is used (%s)\n", medical_train);
-        if (cli_set(&option_table[2], opts, medical_train)) return -1;
-        if (opts->val_data.n == 0 && cli_set(&option_table[3], opts, medical_val)) return -1;
+        strcpy(opts->data.item[opts->data.n++], medical_train);
+        if (opts->val_data.n == 0) strcpy(opts->val_data.item[opts->val_data.n++], medical_val);
         data->val_share = 0.0;
     }
     for (int i = 0; i < opts->data.n; i++)
@@ -1360,8 +1349,8 @@ static int decide(Trainer *trainer) {
     trainer->threads = opts->threads > 0 ? opts->threads : omp_get_num_procs();
     if (opts->precision == PRECISION_OPTION_BF16 && !device_has_bf16())
         return error_set("--precision bf16: this CPU does not multiply bf16; use fp32");
-    trainer->precision = opts->precision == PRECISION_OPTION_FP32 || !device_has_bf16() ? PRECISION_FP32
-                                                                                        : PRECISION_BF16;
+    trainer->precision =
+        opts->precision == PRECISION_OPTION_FP32 || !device_has_bf16() ? PRECISION_FP32 : PRECISION_BF16;
     return 0;
 }
 
@@ -1397,8 +1386,8 @@ static int print_evaluation(Trainer *trainer) {
                  trainer->stream))
         return -1;
     printf("validation loss %.6f over %lld targets", eval.loss, (long long)eval.n_targets);
-    if (isfinite(eval.bits_per_byte)) printf(", %.6f bits a byte over %lld bytes", eval.bits_per_byte,
-                                             (long long)eval.n_bytes);
+    if (isfinite(eval.bits_per_byte))
+        printf(", %.6f bits a byte over %lld bytes", eval.bits_per_byte, (long long)eval.n_bytes);
     printf("\n");
     return 0;
 }
@@ -1419,7 +1408,8 @@ static int run_program(Trainer *trainer) {
     if (result == 0 && training) result = decide_steps(trainer);
     if (result == 0 && opts->generate[0] != '\0') {
         int64_t wanted = (int64_t)strlen(opts->generate) + 1 + opts->max_tokens;
-        trainer->B = 1, trainer->T = wanted < trainer->stage.config.context ? (int)wanted : trainer->stage.config.context;
+        trainer->B = 1,
+        trainer->T = wanted < trainer->stage.config.context ? (int)wanted : trainer->stage.config.context;
     }
     if (result == 0 && opts->export_to[0] != '\0') trainer->B = 1, trainer->T = 1;
     if (result == 0) result = stage_plan(&trainer->stage, trainer->B, trainer->T, training, opts->recompute);
@@ -1444,15 +1434,10 @@ static int run_program(Trainer *trainer) {
     return result;
 }
 
-static void trainer_free(Trainer *trainer) {
-    stage_free(&trainer->stage);
-    dataset_close(&trainer->data);
-    stream_destroy(trainer->stream);
-}
-
-#ifndef TESTING
-int main(int argc, char **argv) {
+// The program but for leaving it: 0, or 1 after one line about what is wrong.
+static int program(int argc, char **argv) {
     static Trainer trainer;
+    int result = 0;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
         printf("meshtune %s: fine-tunes a Llama\n  ./train -m model.bin -d text.jsonl\n\n", MESHTUNE_VERSION);
@@ -1464,10 +1449,16 @@ int main(int argc, char **argv) {
         run_clear_line(&trainer.run);
         fflush(stdout);
         fprintf(stderr, "train: %s\n", error_message);
-        trainer_free(&trainer);
-        return 1;
+        result = 1;
     }
-    trainer_free(&trainer);
-    return 0;
+    stage_free(&trainer.stage);
+    dataset_close(&trainer.data);
+    stream_destroy(trainer.stream);
+    return result;
+}
+
+#ifndef TESTING
+int main(int argc, char **argv) {
+    return program(argc, argv);
 }
 #endif

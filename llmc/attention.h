@@ -103,8 +103,7 @@ static inline void attention_pack(float *to, int width, const floatX *from, size
 }
 
 // to (rows, n) with row stride ld = from (rows, width) * scale, padding dropped
-static inline void attention_unpack(floatX *to, size_t ld, const float *from, int width, int rows, int n,
-                                      float scale) {
+static inline void attention_unpack(floatX *to, size_t ld, const float *from, int width, int rows, int n, float scale) {
     for (int r = 0; r < rows; r++) {
 #pragma omp simd
         for (int i = 0; i < n; i++) to[r * ld + i] = from[(size_t)r * width + i] * scale;
@@ -133,8 +132,8 @@ static inline void attention_forward(floatX *out, float *lse, const floatX *q, c
     int D = attention_padded(s.HD), T_pad = attention_padded(s.Tk), group = s.NH / s.NKV;
     float scale = 1.0f / sqrtf((float)s.HD);
     size_t per_thread = (size_t)s.Tk * D + (size_t)s.HD * T_pad + BLOCK * (2 * (size_t)D + BLOCK);
-    float *scratch = (float *)scratch_get(&stream->scratch[SCRATCH_OP],
-                                          sizeof(float) * per_thread * (size_t)stream->threads);
+    float *scratch =
+        (float *)scratch_get(&stream->scratch[SCRATCH_OP], sizeof(float) * per_thread * (size_t)stream->threads);
     if (scratch == NULL) {
         stream->failed = 1;
         return;
@@ -209,8 +208,8 @@ static inline void attention_backward(floatX *dq, floatX *dk, floatX *dv, const 
     float scale = 1.0f / sqrtf((float)s.HD);
     size_t matrix = (size_t)T * D, turned = (size_t)s.HD * T_pad;
     size_t per_thread = 7 * matrix + 2 * turned + (size_t)T + 2 * BLOCK * BLOCK;
-    float *scratch = (float *)scratch_get(&stream->scratch[SCRATCH_OP],
-                                          sizeof(float) * per_thread * (size_t)stream->threads);
+    float *scratch =
+        (float *)scratch_get(&stream->scratch[SCRATCH_OP], sizeof(float) * per_thread * (size_t)stream->threads);
     if (scratch == NULL) {
         stream->failed = 1;
         return;

@@ -21,11 +21,19 @@
 
 #include "error.h"
 
-#define CLI_TEXT 512   // bytes of a text option
-#define CLI_ITEMS 256  // items of a list option
-#define CLI_OPTIONS 96 // options of a table
+#define CLI_TEXT    512 // bytes of a text option
+#define CLI_ITEMS   256 // items of a list option
+#define CLI_OPTIONS 96  // options of a table
 
-typedef enum { OPTION_FLAG, OPTION_INT, OPTION_INT64, OPTION_FLOAT, OPTION_TEXT, OPTION_LIST, OPTION_CHOICE } OptionType;
+typedef enum {
+    OPTION_FLAG,
+    OPTION_INT,
+    OPTION_INT64,
+    OPTION_FLOAT,
+    OPTION_TEXT,
+    OPTION_LIST,
+    OPTION_CHOICE
+} OptionType;
 
 typedef struct {
     int n;
@@ -245,7 +253,8 @@ static inline json_t *cli_to_json(const Option *table, int n, const void *opts) 
 }
 
 // Takes every setting found in a JSON object, except those marked in given.
-static inline int cli_from_json(const Option *table, int n, void *opts, const unsigned char *given, const json_t *json) {
+static inline int cli_from_json(const Option *table, int n, void *opts, const unsigned char *given,
+                                const json_t *json) {
     for (int i = 0; i < n; i++) {
         const json_t *value = json_object_get(json, table[i].name), *item;
         char text[64];

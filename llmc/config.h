@@ -1,4 +1,5 @@
-// The model's shape: read from a Hugging Face config.json, a preset's name or a short spec, written back as config.json.
+// The model's shape: read from a Hugging Face config.json, a preset's name or a short spec, written back as
+// config.json.
 //
 //   Config config;
 //   if (config_from_spec(&config, "llama-3.2-1b")) ...                                    // a preset
@@ -48,24 +49,21 @@ static inline int config_check(const Config *config, const char *where) {
     const struct {
         const char *name;
         int value, max;
-    } sizes[] = {{"num_hidden_layers", config->n_layers, 4096},
-                 {"hidden_size", config->channels, 1 << 20},
-                 {"num_attention_heads", config->heads, 1 << 14},
-                 {"num_key_value_heads", config->kv_heads, 1 << 14},
-                 {"head_dim", config->head_dim, 1 << 12},
-                 {"intermediate_size", config->ffn, 1 << 22},
-                 {"vocab_size", config->vocab, 1 << 24},
-                 {"max_position_embeddings", config->context, 1 << 24}};
+    } sizes[] = {
+        {"num_hidden_layers", config->n_layers, 4096},   {"hidden_size", config->channels, 1 << 20},
+        {"num_attention_heads", config->heads, 1 << 14}, {"num_key_value_heads", config->kv_heads, 1 << 14},
+        {"head_dim", config->head_dim, 1 << 12},         {"intermediate_size", config->ffn, 1 << 22},
+        {"vocab_size", config->vocab, 1 << 24},          {"max_position_embeddings", config->context, 1 << 24}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < 1 || sizes[i].value > sizes[i].max)
             return error_set("%s: %s is %d, it must be 1 to %d", where, sizes[i].name, sizes[i].value, sizes[i].max);
     if (config->heads % config->kv_heads != 0)
-        return error_set("%s: num_attention_heads %d is not a multiple of num_key_value_heads %d", where,
-                         config->heads, config->kv_heads);
-    if (config->head_dim % 2 != 0) return error_set("%s: head_dim %d is odd, RoPE pairs dimensions", where,
-                                                    config->head_dim);
-    if (!(config->norm_eps > 0.0f && config->norm_eps < 1.0f)) return error_set("%s: rms_norm_eps %g", where,
-                                                                                (double)config->norm_eps);
+        return error_set("%s: num_attention_heads %d is not a multiple of num_key_value_heads %d", where, config->heads,
+                         config->kv_heads);
+    if (config->head_dim % 2 != 0)
+        return error_set("%s: head_dim %d is odd, RoPE pairs dimensions", where, config->head_dim);
+    if (!(config->norm_eps > 0.0f && config->norm_eps < 1.0f))
+        return error_set("%s: rms_norm_eps %g", where, (double)config->norm_eps);
     if (!(config->rope.theta > 1.0f)) return error_set("%s: rope_theta %g", where, (double)config->rope.theta);
     if (config->rope.scaled &&
         !(config->rope.factor >= 1.0f && config->rope.low_freq_factor > 0.0f &&
@@ -105,8 +103,8 @@ static inline int config_token(int *out, const json_t *json, const char *key, co
     json_t *single;
     if (!json_is_array(value)) return config_int(out, json, key, -1, where);
     single = json_pack("{s:O}", key, json_array_get(value, 0));
-    int result = single == NULL ? error_set("%s: %s is an empty list", where, key)
-                                : config_int(out, single, key, -1, where);
+    int result =
+        single == NULL ? error_set("%s: %s is an empty list", where, key) : config_int(out, single, key, -1, where);
     json_decref(single);
     return result;
 }
@@ -137,11 +135,12 @@ static inline int config_from_json(Config *config, const json_t *json, const cha
     const char *act = json_string_value(json_object_get(json, "hidden_act"));
     if (!json_is_object(json)) return error_set("%s: not a JSON object", where);
     if (type == NULL || strcmp(type, "llama") != 0)
-        return error_set("%s: model_type '%.40s' is not supported, only 'llama'", where, type != NULL ? type : "(none)");
-    if (act != NULL && strcmp(act, "silu") != 0) return error_set("%s: hidden_act '%.40s' is not supported, only 'silu'",
-                                                                  where, act);
-    if (json_is_true(json_object_get(json, "attention_bias"))) return error_set("%s: attention_bias is not supported",
-                                                                                where);
+        return error_set("%s: model_type '%.40s' is not supported, only 'llama'", where,
+                         type != NULL ? type : "(none)");
+    if (act != NULL && strcmp(act, "silu") != 0)
+        return error_set("%s: hidden_act '%.40s' is not supported, only 'silu'", where, act);
+    if (json_is_true(json_object_get(json, "attention_bias")))
+        return error_set("%s: attention_bias is not supported", where);
     if (json_is_true(json_object_get(json, "mlp_bias"))) return error_set("%s: mlp_bias is not supported", where);
     memset(config, 0, sizeof *config);
     if (config_int(&config->n_layers, json, "num_hidden_layers", INT_MIN, where) ||
@@ -249,8 +248,8 @@ static inline int config_from_pairs(Config *config, const char *spec) {
         if (strcmp(key, "theta") == 0) config->rope.theta = (float)value, known = 1;
         if (strcmp(key, "eps") == 0) config->norm_eps = (float)value, known = 1;
         if (!known)
-            return error_set("--init %.100s: unknown key '%s' (layers d heads kv head-dim ffn vocab ctx theta eps tied)",
-                             spec, key);
+            return error_set(
+                "--init %.100s: unknown key '%s' (layers d heads kv head-dim ffn vocab ctx theta eps tied)", spec, key);
         head_dim_given |= strcmp(key, "head-dim") == 0;
         kv_given |= strcmp(key, "kv") == 0;
         at = *end == ',' ? end + 1 : end;

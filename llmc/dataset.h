@@ -24,7 +24,7 @@
 #include "rand.h" // rand_permute
 #include "tokenizer.h"
 
-#define TOKENS_MAGIC 0x4E55544D
+#define TOKENS_MAGIC  0x4E55544D
 #define TOKENS_HEADER 1024
 #define TOKEN_NO_LOSS 0x80000000u
 
@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     Split train, val;
     int T;
-    double val_share; // of each file read for training, held out
+    double val_share;                         // of each file read for training, held out
     int64_t n_documents, n_empty, n_repaired; // of text files: read; without text; with bytes that were not UTF-8
 } Dataset;
 
@@ -208,8 +208,8 @@ static inline int dataset_read_jsonl(Dataset *data, Split *side, const char *pat
             data->n_empty++;
         } else {
             place = period > 0 && n_taken % period == period - 1 ? &val : &train;
-            result = stream_add_document(place, tokenizer, json_string_value(field),
-                                         (int64_t)json_string_length(field));
+            result =
+                stream_add_document(place, tokenizer, json_string_value(field), (int64_t)json_string_length(field));
             n_taken++, data->n_documents++;
         }
         json_decref(json);
@@ -246,8 +246,8 @@ static inline int dataset_read_text(Dataset *data, Split *side, const FileMap *m
 static inline int dataset_read_tokens(Split *side, const char *path, FileMap *map, int vocab) {
     uint32_t header[5] = {0};
     TokenStream *stream;
-    if (map->size < TOKENS_HEADER) return error_set("%s: not a token file: %zu bytes, the header alone is %d", path,
-                                                    map->size, TOKENS_HEADER);
+    if (map->size < TOKENS_HEADER)
+        return error_set("%s: not a token file: %zu bytes, the header alone is %d", path, map->size, TOKENS_HEADER);
     memcpy(header, map->data, sizeof header);
     int64_t n = (int64_t)((uint64_t)header[3] << 32 | header[2]);
     if (header[0] != TOKENS_MAGIC || header[1] != 1)

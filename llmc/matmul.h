@@ -19,8 +19,7 @@
 #define MATMUL_SLICE ((int64_t)32 << 20)
 
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
-static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld,
-                              Stream *stream) {
+static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)
     for (int64_t r = 0; r < rows; r++) {
         const uint32_t *bits = (const uint32_t *)(const void *)(from + r * ld);

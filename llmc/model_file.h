@@ -166,8 +166,8 @@ static inline const SafeTensor *model_file_expect(const ModelFile *file, const c
     if (!equal) {
         error_set("%s: %s has shape [%lld%s%lld], the config asks for [%lld%s%lld]", file->shards[0].path, name,
                   (long long)(tensor->n_dims > 0 ? tensor->shape[0] : 0), tensor->n_dims > 1 ? "," : ";",
-                  (long long)(tensor->n_dims > 1 ? tensor->shape[1] : 0), (long long)shape[0],
-                  n_dims > 1 ? "," : ";", (long long)(n_dims > 1 ? shape[1] : 0));
+                  (long long)(tensor->n_dims > 1 ? tensor->shape[1] : 0), (long long)shape[0], n_dims > 1 ? "," : ";",
+                  (long long)(n_dims > 1 ? shape[1] : 0));
         return NULL;
     }
     if (tensor->dtype > DTYPE_F16) {

@@ -3,7 +3,8 @@
 //
 //   byte    size  little-endian
 //      0       8  N, bytes of the header; at most 100,000,000 and within the file
-//      8       N  JSON object: tensor name -> {"dtype","shape","data_offsets":[begin,end]}, and "__metadata__": strings;
+//      8       N  JSON object: tensor name -> {"dtype","shape","data_offsets":[begin,end]}, and "__metadata__":
+//      strings;
 //                 trailing spaces allowed
 //    8+N       *  data; begin and end count from here
 // Valid only if the ranges tile the data area exactly (no hole, no overlap, none past the end), each range is its
@@ -20,7 +21,7 @@
 #include "file.h" // FileMap, FileWriter
 
 #define SAFETENSORS_MAX_HEADER 100000000u
-#define SAFETENSORS_MAX_DIMS 8
+#define SAFETENSORS_MAX_DIMS   8
 
 typedef enum {
     DTYPE_F32,
@@ -99,8 +100,9 @@ static inline int safetensors_parse_tensor(SafeTensor *tensor, const char *path,
         return error_set("%s: %s: data_offsets is not a pair", path, name);
     int64_t begin = json_size(json_array_get(offsets, 0)), end = json_size(json_array_get(offsets, 1));
     if (begin < 0 || end < 0) return error_set("%s: %s: data_offsets are not whole non-negative numbers", path, name);
-    if (end < begin) return error_set("%s: %s: data_offsets end %lld before begin %lld", path, name, (long long)end,
-                                      (long long)begin);
+    if (end < begin)
+        return error_set("%s: %s: data_offsets end %lld before begin %lld", path, name, (long long)end,
+                         (long long)begin);
     if ((uint64_t)end > data_size)
         return error_set("%s: %s: data_offsets end at %lld, the file's data at %llu; is the file cut short?", path,
                          name, (long long)end, (unsigned long long)data_size);

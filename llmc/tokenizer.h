@@ -52,18 +52,35 @@ static inline json_t *tokenizer_byte_json(void) {
     json_t *model = json_pack("{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:o, s:[]}", "type", "BPE", "dropout", "unk_token",
                               "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0,
                               "vocab", vocab, "merges");
-    json_t *processor = json_pack(
-        "{s:s, s:[{s:{s:s, s:i}}, {s:{s:s, s:i}}], s:[{s:{s:s, s:i}}, {s:{s:s, s:i}}, {s:{s:s, s:i}}], "
-        "s:{s:{s:s, s:[i], s:[s]}}}",
-        "type", "TemplateProcessing", "single", "SpecialToken", "id", "<|bos|>", "type_id", 0, "Sequence", "id", "A",
-        "type_id", 0, "pair", "SpecialToken", "id", "<|bos|>", "type_id", 0, "Sequence", "id", "A", "type_id", 0,
-        "Sequence", "id", "B", "type_id", 1, "special_tokens", "<|bos|>", "id", "<|bos|>", "ids", BYTE_BOS, "tokens",
-        "<|bos|>");
+    json_t *processor =
+        json_pack("{s:s, s:[{s:{s:s, s:i}}, {s:{s:s, s:i}}], s:[{s:{s:s, s:i}}, {s:{s:s, s:i}}, {s:{s:s, s:i}}], "
+                  "s:{s:{s:s, s:[i], s:[s]}}}",
+                  "type", "TemplateProcessing", "single", "SpecialToken", "id", "<|bos|>", "type_id", 0, "Sequence",
+                  "id", "A", "type_id", 0, "pair", "SpecialToken", "id", "<|bos|>", "type_id", 0, "Sequence", "id", "A",
+                  "type_id", 0, "Sequence", "id", "B", "type_id", 1, "special_tokens", "<|bos|>", "id", "<|bos|>",
+                  "ids", BYTE_BOS, "tokens", "<|bos|>");
     json_t *json = json_pack("{s:s, s:n, s:n, s:[o, o], s:n, s:O, s:o, s:O, s:o}", "version", "1.0", "truncation",
                              "padding", "added_tokens", bos, eos, "normalizer", "pre_tokenizer", level,
                              "post_processor", processor, "decoder", level, "model", model);
     json_decref(level);
     return json;
+}
+
+// The files a model with the byte tokenizer carries, {"tokenizer.json": text, ...}; a new reference, NULL when out of
+// memory.
+static inline json_t *tokenizer_byte_files(void) {
+    json_t *tokenizer = tokenizer_byte_json(), *files = json_object();
+    char *text = tokenizer != NULL ? json_dumps(tokenizer, JSON_COMPACT) : NULL;
+    static const char config[] =
+        "{\"tokenizer_class\": \"PreTrainedTokenizerFast\", \"bos_token\": \"<|bos|>\", \"eos_token\": \"<|eos|>\", "
+        "\"clean_up_tokenization_spaces\": false}\n";
+    int failed = text == NULL || json_object_set_new(files, "tokenizer.json", json_string(text)) != 0 ||
+                 json_object_set_new(files, "tokenizer_config.json", json_string(config)) != 0;
+    free(text);
+    json_decref(tokenizer);
+    if (!failed) return files;
+    json_decref(files);
+    return NULL;
 }
 
 // The tokenizer of a model: tokenizer_json is the text of its tokenizer.json, or NULL if none came with it.

@@ -1,0 +1,183 @@
+// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts].
+//
+//   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
+//   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step
+//   parts  each op of a 124M layer alone
+// Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
+// same precision, the median of products timed before and after each step; forward, backward and optimizer are shares
+// of the step. FLOPs of a token: 6 per parameter of a matrix that multiplies (the embedding does not), and 6*T*NH*HD a
+// layer for causal attention (half of the T x T scores); recomputed scores are not counted.
+#define TESTING
+#include "../train_gpt.cu"
+
+static double median(double *values, int n) {
+    for (int i = 1; i < n; i++) { // insertion sort
+        double value = values[i];
+        int j = i;
+        for (; j > 0 && values[j - 1] > value; j--) values[j] = values[j - 1];
+        values[j] = value;
+    }
+    return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
+}
+
+// GFLOP/s of one 2048^3 product, operands already in the precision's type.
+static double matmul_peak(float *buffer, Stream *stream) {
+    enum { SIZE = 2048 };
+    int bf16 = stream->precision == PRECISION_BF16;
+    float *out = buffer, *a = buffer + (size_t)SIZE * SIZE, *b = a + (size_t)SIZE * SIZE;
+    double start = seconds();
+    matmul_product(out, SIZE, a, SIZE, 0, b, SIZE, 1, SIZE, SIZE, SIZE, bf16, 0, stream);
+    return 2e-9 * SIZE * SIZE * SIZE / (seconds() - start);
+}
+
+static double flops_per_token(const Stage *stage, int T) {
+    const Config *c = &stage->config;
+    double matrices = (double)(config_n_params(c) - (c->tied ? 0 : (int64_t)c->vocab * c->channels));
+    return 6.0 * matrices + 6.0 * T * (double)stage->A * c->n_layers;
+}
+
+// Fills the weights cheaply: speed does not depend on them, as long as nothing overflows.
+static void fill_weights(Stage *stage) {
+#pragma omp parallel for
+    for (int64_t i = 0; i < stage->arena_floats; i++)
+        stage->params[i] = 0.02f * ((float)(((uint64_t)i * 2654435761u) >> 8 & 0xFFFF) / 65536.0f - 0.5f);
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        for (int64_t j = 0; tensor->n_dims == 1 && j < tensor->n; j++) stage->params[tensor->offset + j] = 1.0f;
+    }
+}
+
+// Times n_steps whole steps of `batch` sequences and prints a line.
+static int bench_model(const char *name, const char *spec, int batch, int T, int micro_batch, Precision precision,
+                       int n_steps) {
+    enum { MAX_STEPS = 15 };
+    Config config;
+    Stage stage;
+    Stream *stream = NULL;
+    Batch data;
+    StepTimes times = {0, 0, 0};
+    double took[MAX_STEPS], peaks[2 * MAX_STEPS], loss, norm = 0.0;
+    AdamW adam = {0.9f, 0.999f, 1e-8f};
+    int n_peaks = 0;
+    if (config_from_spec(&config, spec) || stage_table(&stage, &config) ||
+        stream_create(&stream, precision, omp_get_num_procs()) || batch_alloc(&data, batch, T) ||
+        stage_plan(&stage, micro_batch, T, 1, 0) || stage_alloc(&stage))
+        return -1;
+    float *square = (float *)device_alloc(sizeof(float) * 3 * 2048 * 2048);
+    if (square == NULL) return -1;
+    fill_weights(&stage);
+    for (int n = 0; n < batch * T; n++) {
+        data.tokens[n] = rand_block(1, RAND_TEST, 0, (uint64_t)n).v[0] % (uint32_t)config.vocab;
+        data.targets[n] = (int32_t)(rand_block(1, RAND_TEST, 1, (uint64_t)n).v[0] % (uint32_t)config.vocab);
+    }
+    data.n_valid = batch * T;
+    for (int i = 0; i < 3; i++) matmul_peak(square, stream); // warm
+    int warm = n_steps > 1;                                  // the first step makes the kernels
+    for (int step = -warm; step < n_steps; step++) {
+        if (step == 0 || !warm) memset(&times, 0, sizeof times);
+        double start = seconds();
+        if (stage_gradients(&stage, &data, micro_batch, &loss, &times, stream)) return -1;
+        double middle = seconds();
+        norm = stage_grad_norm(&stage, stream);
+        stage_update(&stage, adam, 1e-5f, 0.01f, norm, 1.0f, step + warm + 1, stream);
+        times.optimizer += seconds() - middle;
+        if (step < 0) continue;
+        took[step] = seconds() - start;
+        for (int i = 0; i < 2; i++) peaks[n_peaks++] = matmul_peak(square, stream);
+    }
+    double total = times.forward + times.backward + times.optimizer, step_time = median(took, n_steps);
+    double gflops = 1e-9 * flops_per_token(&stage, T) * batch * T / step_time, peak = median(peaks, n_peaks);
+    printf("%-5s T %-5d %-5s %9.1f tok/s %8.1f GFLOP/s %6.1f%% of %6.1f   forward %4.1f%% backward %4.1f%% optimizer "
+           "%4.1f%%   step %.3f s\n",
+           name, T, precision == PRECISION_BF16 ? "bf16" : "fp32", batch * T / step_time, gflops, 100.0 * gflops / peak,
+           peak, 100.0 * times.forward / total, 100.0 * times.backward / total, 100.0 * times.optimizer / total,
+           step_time);
+    fflush(stdout);
+    if (!isfinite(loss) || !isfinite(norm)) return error_set("%s: loss %g, gradient norm %g", name, loss, norm);
+    device_free(square);
+    stage_free(&stage);
+    stream_destroy(stream);
+    batch_free(&data);
+    return 0;
+}
+
+// One op alone: repeats it and prints the median time with the rate that bounds it.
+#define BENCH_OP(label, gflop, gbyte, call)                                                                            \
+    do {                                                                                                               \
+        double times_[9];                                                                                              \
+        for (int i_ = 0; i_ < 9; i_++) {                                                                               \
+            double start_ = seconds();                                                                                 \
+            call;                                                                                                      \
+            times_[i_] = seconds() - start_;                                                                           \
+        }                                                                                                              \
+        double t_ = median(times_, 9);                                                                                 \
+        printf("  %-28s %8.3f ms %8.1f GFLOP/s %7.1f GB/s\n", label, 1e3 * t_, (gflop) / t_, (gbyte) / t_);            \
+        fflush(stdout);                                                                                                \
+    } while (0)
+
+static int bench_parts(Precision precision) {
+    enum { B = 1, T = 1024, N = B * T, C = 768, NH = 12, HD = 64, F = 2048, QKV = 3 * C, V = 32000, CHUNK = 1024 };
+    Stream *stream = NULL;
+    AttentionShape shape = {B, T, T, NH, NH, HD, QKV, QKV};
+    if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
+    int64_t floats = (int64_t)V * C * 2 + (int64_t)CHUNK * V + (int64_t)N * (4 * F + 4 * QKV);
+    float *base = (float *)device_alloc(sizeof(float) * (size_t)floats);
+    int32_t *targets = (int32_t *)calloc(CHUNK, sizeof *targets);
+    float loss[CHUNK], rstd[N], *lse = (float *)malloc(sizeof(float) * N * NH);
+    if (base == NULL || targets == NULL || lse == NULL) return -1;
+    float *weight = base, *dweight = base + (size_t)V * C, *logits = dweight + (size_t)V * C;
+    float *x = logits + (size_t)CHUNK * V, *y = x + (size_t)N * 2 * F, *q = y + (size_t)N * 2 * F;
+    float *dq = q + (size_t)N * QKV, *z = dq + (size_t)N * QKV;
+    for (int64_t i = 0; i < floats; i++) base[i] = (float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f;
+    double matmul = 2e-9 * N, attention = 4e-9 * T * T * NH * HD / 2, nc = 4e-9 * N * C, nf = 4e-9 * N * F;
+    printf("ops of a 124M layer, %d rows, T %d, %s:\n", N, T, precision == PRECISION_BF16 ? "bf16" : "fp32");
+    BENCH_OP("matmul qkv forward", matmul * C * QKV, 0.0, matmul_forward(q, x, weight, N, C, QKV, 0, stream));
+    BENCH_OP("matmul qkv backward", 2 * matmul * C * QKV, 0.0,
+             matmul_backward(z, dweight, dq, x, weight, N, C, QKV, 1, stream));
+    BENCH_OP("matmul gate_up forward", matmul * C * 2 * F, 0.0, matmul_forward(y, x, weight, N, C, 2 * F, 0, stream));
+    BENCH_OP("matmul gate_up backward", 2 * matmul * C * 2 * F, 0.0,
+             matmul_backward(z, dweight, y, x, weight, N, C, 2 * F, 1, stream));
+    BENCH_OP("matmul down forward", matmul * C * F, 0.0, matmul_forward(z, y, weight, N, F, C, 1, stream));
+    BENCH_OP("matmul down backward", 2 * matmul * C * F, 0.0,
+             matmul_backward(y, dweight, z, y, weight, N, F, C, 1, stream));
+    BENCH_OP("attention forward", attention, 0.0, attention_forward(z, lse, q, q + C, q + 2 * C, shape, stream));
+    BENCH_OP("attention backward", 2 * attention, 0.0,
+             attention_backward(dq, dq + C, dq + 2 * C, x, z, lse, q, q + C, q + 2 * C, shape, stream));
+    BENCH_OP("rmsnorm forward", 0.0, 2 * nc, rmsnorm_forward(z, rstd, x, weight, N, C, 1e-5f, stream));
+    BENCH_OP("rmsnorm backward", 0.0, 6 * nc, rmsnorm_backward(z, dweight, x, y, weight, rstd, N, C, stream));
+    BENCH_OP("swiglu forward", 0.0, 3 * nf, swiglu_forward(x, y, N, F, stream));
+    BENCH_OP("swiglu backward", 0.0, 5 * nf, swiglu_backward(y, x, y, N, F, stream));
+    BENCH_OP("matmul head forward", matmul * C * V, 0.0, matmul_forward(logits, x, weight, N, C, V, 0, stream));
+    BENCH_OP("cross entropy", 0.0, 3 * 4e-9 * N * V, cross_entropy(loss, logits, targets, N, V, 1e-3f, 1, stream));
+    BENCH_OP("matmul head backward", 2 * matmul * C * V, 0.0,
+             matmul_backward(z, dweight, logits, x, weight, N, C, V, 1, stream));
+    device_free(base);
+    free(targets);
+    free(lse);
+    stream_destroy(stream);
+    return 0;
+}
+
+static int bench_wanted(int argc, char **argv, const char *name) {
+    int wanted = argc == 1 && strcmp(name, "parts") != 0;
+    for (int i = 1; i < argc; i++) wanted |= strcmp(argv[i], name) == 0;
+    return wanted;
+}
+
+int main(int argc, char **argv) {
+    int result = 0, has_bf16 = device_has_bf16();
+    if (bench_wanted(argc, argv, "parts")) {
+        result = bench_parts(PRECISION_FP32);
+        if (result == 0 && has_bf16) result = bench_parts(PRECISION_BF16);
+    }
+    for (int p = 0; p <= has_bf16 && result == 0; p++) {
+        if (bench_wanted(argc, argv, "124m")) {
+            result = bench_model("124M", "124m", 16, 256, 4, (Precision)p, 5);
+            if (result == 0) result = bench_model("124M", "124m", 4, 1024, 1, (Precision)p, 5);
+        }
+        if (result == 0 && bench_wanted(argc, argv, "1b"))
+            result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, (Precision)p, 1);
+    }
+    if (result != 0) printf("bench: %s\n", error_message);
+    return result != 0;
+}
