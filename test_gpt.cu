@@ -6,7 +6,8 @@
 #define TESTING
 #include "train_gpt.cu"
 
-#include <sys/wait.h>
+#include <sys/resource.h> // setrlimit
+#include <sys/wait.h>     // waitpid
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Checking
@@ -77,6 +78,13 @@ static float *random_values(int64_t n, uint32_t sub, float scale) {
     return values;
 }
 
+// Removes a folder of the scratch folder with all in it. 0 on success.
+static int system_remove(const char *name) {
+    char command[PATH_MAX + 128];
+    snprintf(command, sizeof command, "rm -rf '%s/%s'", test_folder, name);
+    return system(command);
+}
+
 static Stream *test_stream(Precision precision, int threads) {
     Stream *stream = NULL;
     if (stream_create(&stream, precision, threads)) {
@@ -84,6 +92,664 @@ static Stream *test_stream(Precision precision, int threads) {
         exit(1);
     }
     return stream;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ops against float64. A backward is checked against central differences of the float64 forward: the gradient of
+// sum(out * dout) with respect to each input.
+
+typedef struct {
+    double (*value)(const double *input, const void *context); // sum(out * dout) in float64
+    const void *context;
+} Objective;
+
+// expected (n) = d objective / d input, by central differences in double.
+static void numeric_gradient(float *expected, const float *input, int64_t n, Objective objective) {
+    double *x = (double *)malloc(sizeof(double) * (size_t)n);
+    for (int64_t i = 0; i < n; i++) x[i] = (double)input[i];
+    for (int64_t i = 0; i < n; i++) {
+        double step = 1e-5, keep = x[i];
+        x[i] = keep + step;
+        double up = objective.value(x, objective.context);
+        x[i] = keep - step;
+        double down = objective.value(x, objective.context);
+        x[i] = keep;
+        expected[i] = (float)((up - down) / (2.0 * step));
+    }
+    free(x);
+}
+
+// The test of the tests: what a lazy kernel would leave behind must fail.
+static void test_checks_can_fail(void) {
+    enum { N = 64 };
+    float *truth = random_values(N, 1, 1.0f), *stale = random_values(N, 2, 1.0f), *zeros = guarded(N),
+          *nans = guarded(N);
+    for (int i = 0; i < N; i++) zeros[i] = 0.0f;
+    check(relative_error(zeros, truth, N) >= 0.999, "zeros pass");
+    check(relative_error(stale, truth, N) > 0.5, "another call's output passes");
+    check(!(relative_error(nans, truth, N) <= 1e30), "NaN passes");
+    zeros[0] = truth[0] * 1.5f;
+    for (int i = 1; i < N; i++) zeros[i] = truth[i];
+    check(relative_error(zeros, truth, N) > 1e-3, "one wrong element passes at the tolerances used here");
+    release(nans, N, "nans");
+    release(zeros, N, "zeros");
+    free(truth);
+    free(stale);
+}
+
+// rmsnorm: C straddles vectors and the strips of the weight gradient; tiny x, where eps matters.
+// Must fail for: zeros, last call's output, weight left out, eps 1e-6 for 1e-5.
+typedef struct {
+    int N, C, of; // of: 0 the input is x, 1 it is weight
+    const float *x, *weight, *dout;
+    float eps;
+} NormCase;
+
+static double norm_objective(const double *input, const void *context) {
+    const NormCase *k = (const NormCase *)context;
+    double total = 0.0;
+    for (int n = 0; n < k->N; n++) {
+        double sum = 0.0;
+        for (int c = 0; c < k->C; c++) {
+            double x = k->of == 0 ? input[n * k->C + c] : (double)k->x[n * k->C + c];
+            sum += x * x;
+        }
+        double rstd = 1.0 / sqrt(sum / k->C + (double)k->eps);
+        for (int c = 0; c < k->C; c++) {
+            double x = k->of == 0 ? input[n * k->C + c] : (double)k->x[n * k->C + c];
+            double w = k->of == 1 ? input[c] : (double)k->weight[c];
+            total += x * rstd * w * (double)k->dout[n * k->C + c];
+        }
+    }
+    return total;
+}
+
+static void test_rmsnorm(void) {
+    static const struct {
+        int N, C;
+        float scale;
+    } cases[] = {{1, 8, 1}, {3, 7, 1}, {5, 63, 1}, {2, 65, 0.003f}, {4, 130, 1}, {130, 17, 1}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int N = cases[i].N, C = cases[i].C, n = N * C;
+        float *x = random_values(n, 3, cases[i].scale), *weight = random_values(C, 4, 1.0f);
+        float *dout = random_values(n, 5, 1.0f), *out = guarded(n), *rstd = guarded(N);
+        float *expected = (float *)malloc(sizeof(float) * (size_t)n), *dweight = guarded(C), *dx = guarded(n);
+        rmsnorm_forward(out, rstd, x, weight, N, C, 1e-5f, stream);
+        for (int r = 0; r < N; r++) {
+            double sum = 0.0;
+            for (int c = 0; c < C; c++) sum += (double)x[r * C + c] * (double)x[r * C + c];
+            double scale = 1.0 / sqrt(sum / C + 1e-5);
+            for (int c = 0; c < C; c++) expected[r * C + c] = (float)((double)x[r * C + c] * scale * (double)weight[c]);
+            check(fabs((double)rstd[r] - scale) <= 1e-6 * scale, "rstd %g, %g", (double)rstd[r], scale);
+        }
+        check_close(out, expected, n, 3e-7, "out");
+        NormCase context = {N, C, 0, x, weight, dout, 1e-5f};
+        Objective objective = {norm_objective, &context};
+        for (int j = 0; j < n; j++) dx[j] = 1.0f; // dx is added to
+        for (int c = 0; c < C; c++) dweight[c] = -2.0f;
+        rmsnorm_backward(dx, dweight, dout, x, weight, rstd, N, C, stream);
+        numeric_gradient(expected, x, n, objective);
+        for (int j = 0; j < n; j++) dx[j] -= 1.0f;
+        check_close(dx, expected, n, 2e-5, "dx");
+        context.of = 1;
+        numeric_gradient(expected, weight, C, objective);
+        for (int c = 0; c < C; c++) dweight[c] += 2.0f;
+        check_close(dweight, expected, C, 5e-6, "dweight");
+        release(out, n, "out");
+        release(rstd, N, "rstd");
+        release(dweight, C, "dweight");
+        release(dx, n, "dx");
+        free(x);
+        free(weight);
+        free(dout);
+        free(expected);
+    }
+    stream_destroy(stream);
+}
+
+// swiglu: large |gate| too, where a careless sigmoid overflows. dgate_up may alias gate_up.
+typedef struct {
+    int N, F;
+    const float *dout;
+} GateCase;
+
+static double gate_objective(const double *input, const void *context) {
+    const GateCase *k = (const GateCase *)context;
+    double total = 0.0;
+    for (int n = 0; n < k->N; n++) {
+        for (int f = 0; f < k->F; f++) {
+            double gate = input[n * 2 * k->F + f], up = input[n * 2 * k->F + k->F + f];
+            total += gate / (1.0 + exp(-gate)) * up * (double)k->dout[n * k->F + f];
+        }
+    }
+    return total;
+}
+
+static void test_swiglu(void) {
+    static const struct {
+        int N, F;
+        float scale;
+    } cases[] = {{1, 1, 1}, {3, 17, 1}, {5, 71, 3}, {2, 33, 60}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int N = cases[i].N, F = cases[i].F, n = N * F;
+        float *x = random_values(2 * n, 6, cases[i].scale), *dout = random_values(n, 7, 1.0f);
+        float *out = guarded(n), *dx = guarded(2 * n), *expected = (float *)malloc(sizeof(float) * 2 * (size_t)n);
+        swiglu_forward(out, x, N, F, stream);
+        for (int r = 0; r < N; r++) {
+            for (int f = 0; f < F; f++) {
+                double gate = (double)x[r * 2 * F + f], up = (double)x[r * 2 * F + F + f];
+                expected[r * F + f] = (float)(gate / (1.0 + exp(-gate)) * up);
+            }
+        }
+        check_close(out, expected, n, 5e-7, "out");
+        GateCase context = {N, F, dout};
+        Objective objective = {gate_objective, &context};
+        numeric_gradient(expected, x, 2 * n, objective);
+        swiglu_backward(dx, dout, x, N, F, stream);
+        check_close(dx, expected, 2 * n, 1e-6, "dgate_up");
+        swiglu_backward(x, dout, x, N, F, stream);
+        check(memcmp(x, dx, sizeof(float) * 2 * (size_t)n) == 0, "in place differs");
+        release(out, n, "out");
+        release(dx, 2 * n, "dx");
+        free(x);
+        free(dout);
+        free(expected);
+    }
+    stream_destroy(stream);
+}
+
+// exp_simd over its whole range against libm in double, and NaN.
+static void test_exp(void) {
+    double worst = 0.0;
+    for (int i = 0; i <= 100000; i++) {
+        float x = -87.0f + 175.0f * (float)i / 100000.0f;
+        double error = fabs((double)exp_simd(x) / exp((double)x) - 1.0);
+        if (!(error <= worst)) worst = error;
+    }
+    check(worst <= 3e-7, "relative error %.3g", worst);
+    check(isnan(exp_simd(NAN)), "NaN became %g", (double)exp_simd(NAN));
+    check(exp_simd(-1000.0f) < 1e-37f && isfinite(exp_simd(1000.0f)), "ends of the range");
+}
+
+// Attention: T straddles blocks of 64, head sizes that are no multiple of a vector, heads != kv^2, T = 1; queries fewer
+// than keys as in generation. Must fail for: zeros, a head mapped to the wrong kv head, the diagonal masked out.
+typedef struct {
+    AttentionShape s;
+    const float *dout;
+} AttentionCase;
+
+// out (B, Tq, NH*HD) in double for input q | k | v, each packed (B, T, heads*HD)
+static void attention_reference(double *out, const double *input, const AttentionShape *s) {
+    const double *q = input, *k = q + (size_t)s->B * s->Tq * s->NH * s->HD,
+                 *v = k + (size_t)s->B * s->Tk * s->NKV * s->HD;
+    double *p = (double *)malloc(sizeof(double) * (size_t)s->Tk);
+    for (int b = 0; b < s->B; b++) {
+        for (int h = 0; h < s->NH; h++) {
+            int kv = h / (s->NH / s->NKV);
+            for (int i = 0; i < s->Tq; i++) {
+                const double *query = q + (((size_t)b * s->Tq + i) * s->NH + h) * s->HD;
+                double *to = out + (((size_t)b * s->Tq + i) * s->NH + h) * s->HD, total = 0.0;
+                int seen = s->Tk - s->Tq + i + 1;
+                for (int j = 0; j < seen; j++) {
+                    double score = 0.0;
+                    for (int d = 0; d < s->HD; d++)
+                        score += query[d] * k[(((size_t)b * s->Tk + j) * s->NKV + kv) * s->HD + d];
+                    total += p[j] = exp(score / sqrt((double)s->HD));
+                }
+                for (int d = 0; d < s->HD; d++) {
+                    to[d] = 0.0;
+                    for (int j = 0; j < seen; j++)
+                        to[d] += p[j] / total * v[(((size_t)b * s->Tk + j) * s->NKV + kv) * s->HD + d];
+                }
+            }
+        }
+    }
+    free(p);
+}
+
+static double attention_objective(const double *input, const void *context) {
+    const AttentionCase *k = (const AttentionCase *)context;
+    size_t n = (size_t)k->s.B * k->s.Tq * k->s.NH * k->s.HD;
+    double *out = (double *)malloc(sizeof(double) * n), total = 0.0;
+    attention_reference(out, input, &k->s);
+    for (size_t i = 0; i < n; i++) total += out[i] * (double)k->dout[i];
+    free(out);
+    return total;
+}
+
+static void test_attention(void) {
+    static const struct {
+        AttentionShape s;
+        int backward;
+    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0}, 1},
+                 {{1, 17, 17, 6, 3, 10, 0, 0}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0}, 1},
+                 {{2, 130, 130, 6, 2, 20, 0, 0}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0}, 0},
+                 {{1, 65, 65, 2, 2, 96, 0, 0}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0}, 0},
+                 {{1, 3, 131, 4, 2, 10, 0, 0}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0}, 0}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        AttentionShape s = cases[i].s;
+        int64_t n_q = (int64_t)s.B * s.Tq * s.NH * s.HD, n_k = (int64_t)s.B * s.Tk * s.NKV * s.HD, n = n_q + 2 * n_k;
+        float *input = random_values(n, 8, 1.0f), *dout = random_values(n_q, 9, 1.0f);
+        float *out = guarded(n_q), *lse = guarded((int64_t)s.B * s.NH * s.Tq), *grad = guarded(n);
+        float *expected = (float *)malloc(sizeof(float) * (size_t)n);
+        double *wide = (double *)malloc(sizeof(double) * (size_t)(n + n_q));
+        s.q_stride = s.NH * s.HD, s.kv_stride = s.NKV * s.HD;
+        for (int64_t j = 0; j < n; j++) wide[j] = (double)input[j];
+        attention_reference(wide + n, wide, &s);
+        for (int64_t j = 0; j < n_q; j++) expected[j] = (float)wide[n + j];
+        attention_forward(out, lse, input, input + n_q, input + n_q + n_k, s, stream);
+        check_close(out, expected, n_q, 1e-6, "out");
+        if (cases[i].backward) {
+            AttentionCase context = {s, dout};
+            Objective objective = {attention_objective, &context};
+            numeric_gradient(expected, input, n, objective);
+            attention_backward(grad, grad + n_q, grad + n_q + n_k, dout, out, lse, input, input + n_q,
+                               input + n_q + n_k, s, stream);
+            if (s.Tk > 1) { // with one key the softmax is constant and dq = dk = 0
+                check_close(grad, expected, n_q, 2e-6, "dq");
+                check_close(grad + n_q, expected + n_q, n_k, 2e-6, "dk");
+            }
+            check_close(grad + n_q + n_k, expected + n_q + n_k, n_k, 2e-6, "dv");
+        }
+        release(out, n_q, "out");
+        release(lse, (int64_t)s.B * s.NH * s.Tq, "lse");
+        release(grad, n, "grad");
+        free(input);
+        free(dout);
+        free(expected);
+        free(wide);
+    }
+    stream_destroy(stream);
+}
+
+// The backward at sizes where differences are too slow: T 200 over four blocks against a plain float64 backward.
+static void test_attention_backward_blocks(void) {
+    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32}; // one joint row, as in training
+    int QKV = s.q_stride, T = s.Tk, A = s.NH * s.HD, KV = s.NKV * s.HD, group = s.NH / s.NKV;
+    int64_t n = (int64_t)s.B * T * QKV, n_out = (int64_t)s.B * T * A;
+    float *x = random_values(n, 10, 1.0f), *dout = random_values(n_out, 11, 1.0f), *out = guarded(n_out);
+    float *lse = guarded((int64_t)s.B * s.NH * T), *dx = guarded(n),
+          *expected = (float *)malloc(sizeof(float) * (size_t)n);
+    double *wide = (double *)calloc((size_t)n, sizeof(double)), *p = (double *)malloc(sizeof(double) * (size_t)T);
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    attention_forward(out, lse, x, x + A, x + A + KV, s, stream);
+    attention_backward(dx, dx + A, dx + A + KV, dout, out, lse, x, x + A, x + A + KV, s, stream);
+    for (int task = 0; task < s.B * s.NH * T; task++) {
+        int b = task / (s.NH * T), h = task / T % s.NH, i = task % T, kv = h / group;
+        size_t q_at = ((size_t)b * T + i) * QKV + (size_t)h * s.HD, g_at = ((size_t)b * T + i) * A + (size_t)h * s.HD;
+        double total = 0.0, dot = 0.0, scale = 1.0 / sqrt((double)s.HD);
+        for (int j = 0; j <= i; j++) {
+            const float *key = x + ((size_t)b * T + j) * QKV + A + (size_t)kv * s.HD;
+            double score = 0.0;
+            for (int d = 0; d < s.HD; d++) score += (double)x[q_at + d] * (double)key[d];
+            total += p[j] = exp(score * scale);
+        }
+        for (int j = 0; j <= i; j++) {
+            const float *value = x + ((size_t)b * T + j) * QKV + A + KV + (size_t)kv * s.HD;
+            p[j] /= total;
+            for (int d = 0; d < s.HD; d++) dot += p[j] * (double)value[d] * (double)dout[g_at + d];
+        }
+        for (int j = 0; j <= i; j++) {
+            size_t k_at = ((size_t)b * T + j) * QKV + A + (size_t)kv * s.HD, v_at = k_at + KV;
+            double dp = 0.0;
+            for (int d = 0; d < s.HD; d++) dp += (double)x[v_at + d] * (double)dout[g_at + d];
+            double ds = p[j] * (dp - dot) * scale;
+            for (int d = 0; d < s.HD; d++) {
+                wide[v_at + d] += p[j] * (double)dout[g_at + d];
+                wide[k_at + d] += ds * (double)x[q_at + d];
+                wide[q_at + d] += ds * (double)x[k_at + d];
+            }
+        }
+    }
+    for (int64_t i = 0; i < n; i++) expected[i] = (float)wide[i];
+    check_close(dx, expected, n, 2e-6, "dqkv");
+    release(out, n_out, "out");
+    release(lse, (int64_t)s.B * s.NH * T, "lse");
+    release(dx, n, "dqkv");
+    free(x);
+    free(dout);
+    free(expected);
+    free(wide);
+    free(p);
+    stream_destroy(stream);
+}
+
+// Matrix products at odd sizes, all three directions, overwriting and adding, fp32 and bf16, weights cut into slices.
+static void matmul_case(int N, int K, int M, Precision precision, int accumulate) {
+    double tol = precision == PRECISION_FP32 ? 1e-6 : 6e-3; // bf16 keeps 8 bits of each input
+    Stream *stream = test_stream(precision, 2);
+    float *x = random_values((int64_t)N * K, 12, 1.0f), *w = random_values((int64_t)M * K, 13, 1.0f);
+    float *dout = random_values((int64_t)N * M, 14, 1.0f), *out = guarded((int64_t)N * M);
+    float *dx = guarded((int64_t)N * K), *dw = guarded((int64_t)M * K);
+    int64_t largest = (int64_t)N * M;
+    if ((int64_t)N * K > largest) largest = (int64_t)N * K;
+    if ((int64_t)M * K > largest) largest = (int64_t)M * K;
+    float *expected = (float *)malloc(sizeof(float) * (size_t)largest);
+    for (int64_t i = 0; accumulate && i < (int64_t)N * M; i++) out[i] = 1.0f;
+    for (int64_t i = 0; accumulate && i < (int64_t)M * K; i++) dw[i] = 2.0f;
+    matmul_forward(out, x, w, N, K, M, accumulate, stream);
+    matmul_backward(dx, dw, dout, x, w, N, K, M, accumulate, stream);
+    check(stream_check(stream) == 0, "%s", error_message);
+    for (int n = 0; n < N; n++) {
+        for (int m = 0; m < M; m++) {
+            double sum = accumulate;
+            for (int k = 0; k < K; k++) sum += (double)x[n * K + k] * (double)w[m * K + k];
+            expected[n * M + m] = (float)sum;
+        }
+    }
+    check_close(out, expected, (int64_t)N * M, tol, "out");
+    for (int n = 0; n < N; n++) {
+        for (int k = 0; k < K; k++) {
+            double sum = 0.0;
+            for (int m = 0; m < M; m++) sum += (double)dout[n * M + m] * (double)w[m * K + k];
+            expected[n * K + k] = (float)sum;
+        }
+    }
+    check_close(dx, expected, (int64_t)N * K, tol, "dx");
+    for (int m = 0; m < M; m++) {
+        for (int k = 0; k < K; k++) {
+            double sum = 2.0 * accumulate;
+            for (int n = 0; n < N; n++) sum += (double)dout[n * M + m] * (double)x[n * K + k];
+            expected[m * K + k] = (float)sum;
+        }
+    }
+    check_close(dw, expected, (int64_t)M * K, tol, "dweight");
+    release(out, (int64_t)N * M, "out");
+    release(dx, (int64_t)N * K, "dx");
+    release(dw, (int64_t)M * K, "dweight");
+    free(x);
+    free(w);
+    free(dout);
+    free(expected);
+    stream_destroy(stream);
+}
+
+static void test_matmul(void) {
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        for (int p = 0; p <= device_has_bf16(); p++) {
+            matmul_case(1, 1, 1, (Precision)p, accumulate);
+            matmul_case(3, 5, 7, (Precision)p, accumulate);
+            matmul_case(17, 33, 65, (Precision)p, accumulate);
+            matmul_case(64, 128, 31, (Precision)p, accumulate);
+        }
+    }
+}
+
+// bf16 rounding: ties to even, NaN and infinity kept, and equal to the file's conversion.
+static void test_bf16(void) {
+    static const uint32_t cases[][2] = {
+        {0x3F800000, 0x3F80}, {0x3F808000, 0x3F80}, {0x3F818000, 0x3F82}, {0x3F808001, 0x3F81}, {0x7F800000, 0x7F80},
+        {0xFF800000, 0xFF80}, {0x7F7FFFFF, 0x7F80}, {0x7F800001, 0x7FC0}, {0x80000000, 0x8000}, {0x00000001, 0x0000}};
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        float value = float_of_bits(cases[i][0]);
+        uint16_t rounded;
+        bf16_round(&rounded, &value, 1, 1, 1, stream);
+        check(rounded == cases[i][1], "%08x -> %04x, expected %04x", cases[i][0], rounded, cases[i][1]);
+        check(bf16_of_float(value) == rounded, "%08x: the file's conversion differs", cases[i][0]);
+    }
+    static const uint32_t halves[][2] = {{0x3C00, 0x3F800000}, {0xC000, 0xC0000000}, {0x0001, 0x33800000},
+                                         {0x03FF, 0x387FC000}, {0x7C00, 0x7F800000}, {0x8000, 0x80000000},
+                                         {0x7BFF, 0x477FE000}};
+    for (size_t i = 0; i < sizeof halves / sizeof *halves; i++) {
+        float value = float_of_half((uint16_t)halves[i][0]);
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        check(bits == halves[i][1], "half %04x -> %08x, expected %08x", halves[i][0], bits, halves[i][1]);
+    }
+    check(isnan(float_of_half(0x7C01)), "half NaN");
+    stream_destroy(stream);
+}
+
+// Cross-entropy: ignored targets, huge logits, V that straddles vectors; gradient by differences.
+typedef struct {
+    int N, V;
+    const int32_t *targets;
+} LossCase;
+
+static double loss_objective(const double *input, const void *context) {
+    const LossCase *k = (const LossCase *)context;
+    double total = 0.0;
+    for (int n = 0; n < k->N; n++) {
+        double sum = 0.0;
+        if (k->targets[n] < 0) continue;
+        for (int v = 0; v < k->V; v++) sum += exp(input[n * k->V + v] - input[n * k->V + k->targets[n]]);
+        total += log(sum);
+    }
+    return total;
+}
+
+static void test_cross_entropy(void) {
+    static const struct {
+        int N, V;
+        float scale;
+    } cases[] = {{1, 1, 1}, {4, 3, 1}, {5, 101, 2}, {3, 258, 20}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int N = cases[i].N, V = cases[i].V, n = N * V;
+        int32_t targets[8];
+        float *logits = random_values(n, 15, cases[i].scale), *work = guarded(n), *loss = guarded(N);
+        float *expected = (float *)malloc(sizeof(float) * (size_t)n), sum = 0.0f, only_loss[8];
+        double *wide = (double *)malloc(sizeof(double) * (size_t)n);
+        for (int r = 0; r < N; r++) targets[r] = r == 1 ? -1 : (r * 37) % V;
+        LossCase context = {N, V, targets};
+        Objective objective = {loss_objective, &context};
+        memcpy(work, logits, sizeof(float) * (size_t)n);
+        cross_entropy(only_loss, work, targets, N, V, 0.0f, 0, stream);
+        check(memcmp(work, logits, sizeof(float) * (size_t)n) == 0, "the loss alone changed the logits");
+        cross_entropy(loss, work, targets, N, V, 0.25f, 1, stream);
+        for (int j = 0; j < n; j++) wide[j] = (double)logits[j];
+        for (int r = 0; r < N; r++) sum += loss[r];
+        double truth = loss_objective(wide, &context);
+        check(fabs((double)sum - truth) <= 2e-6 * fabs(truth) + 1e-7, "loss %g, %g", (double)sum, truth);
+        check(memcmp(only_loss, loss, sizeof(float) * (size_t)N) == 0, "forward alone gives another loss");
+        check(N < 2 || loss[1] == 0.0f, "an ignored target has loss %g", N < 2 ? 0.0 : (double)loss[1]);
+        numeric_gradient(expected, logits, n, objective);
+        for (int j = 0; j < n; j++) expected[j] *= 0.25f;
+        if (V > 1) check_close(work, expected, n, 3e-6, "dlogits");
+        release(work, n, "dlogits");
+        release(loss, N, "loss");
+        free(logits);
+        free(expected);
+        free(wide);
+    }
+    stream_destroy(stream);
+}
+
+// Embedding: repeated ids add up in order, whatever the thread count.
+static void test_embedding(void) {
+    enum { N = 37, C = 19, V = 11 };
+    uint32_t tokens[N];
+    float *weight = random_values(V * C, 16, 1.0f), *dout = random_values(N * C, 17, 1.0f), *out = guarded(N * C);
+    float *first = guarded(V * C), *other = guarded(V * C), expected[V * C] = {0};
+    for (int n = 0; n < N; n++) tokens[n] = (uint32_t)(n * n % V);
+    for (int threads = 1; threads <= 3; threads++) {
+        Stream *stream = test_stream(PRECISION_FP32, threads);
+        float *to = threads == 1 ? first : other;
+        for (int i = 0; i < V * C; i++) to[i] = 0.5f;
+        embedding_forward(out, tokens, weight, N, C, stream);
+        embedding_backward(to, dout, tokens, N, C, stream);
+        if (threads > 1) check(memcmp(first, other, sizeof expected) == 0, "%d threads give other bits", threads);
+        stream_destroy(stream);
+    }
+    for (int n = 0; n < N; n++) {
+        check(memcmp(out + n * C, weight + tokens[n] * C, sizeof(float) * C) == 0, "row %d", n);
+        for (int c = 0; c < C; c++) expected[tokens[n] * C + (uint32_t)c] += dout[n * C + c];
+    }
+    for (int i = 0; i < V * C; i++) first[i] -= 0.5f;
+    check_close(first, expected, V * C, 1e-6, "dweight");
+    release(out, N * C, "out");
+    release(first, V * C, "dweight");
+    release(other, V * C, "dweight");
+    free(weight);
+    free(dout);
+}
+
+// AdamW in float64 over several steps with decay and scaling; the norm against a plain sum, at sizes around its blocks.
+static void test_adamw(void) {
+    enum { N = 77, STEPS = 5 };
+    float *param = random_values(N, 18, 1.0f), *m = guarded(N), *v = guarded(N), expected[N];
+    double p64[N], m64[N] = {0}, v64[N] = {0};
+    AdamW adam = {0.9f, 0.95f, 1e-8f};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (int i = 0; i < N; i++) m[i] = v[i] = 0.0f, p64[i] = (double)param[i];
+    for (int step = 1; step <= STEPS; step++) {
+        float *grad = random_values(N, 20 + (uint32_t)step, 1.0f);
+        adamw_update(param, grad, m, v, N, adam, 1e-2f, 0.1f, 0.5f, step, stream);
+        for (int i = 0; i < N; i++) {
+            double g = (double)grad[i] * 0.5;
+            m64[i] = 0.9 * m64[i] + 0.1 * g;
+            v64[i] = 0.95 * v64[i] + 0.05 * g * g;
+            p64[i] -= 1e-2 * 0.1 * p64[i];
+            p64[i] -= 1e-2 * (m64[i] / (1.0 - pow(0.9, step))) / (sqrt(v64[i] / (1.0 - pow(0.95, step))) + 1e-8);
+        }
+        free(grad);
+    }
+    for (int i = 0; i < N; i++) expected[i] = (float)p64[i];
+    check_close(param, expected, N, 1e-6, "param");
+    for (int i = 0; i < N; i++) expected[i] = (float)v64[i];
+    check_close(v, expected, N, 1e-6, "v");
+    release(m, N, "m");
+    release(v, N, "v");
+    free(param);
+    static const int64_t sizes[] = {1, 32767, 32768, 32769, 300000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        float *x = random_values(sizes[i], 26, 1.0f);
+        double sum = 0.0;
+        for (int64_t j = 0; j < sizes[i]; j++) sum += (double)x[j] * (double)x[j];
+        double ours = sum_of_squares(x, sizes[i], stream);
+        check(fabs(ours - sum) <= 1e-12 * sum, "sum of squares of %lld", (long long)sizes[i]);
+        Stream *other = test_stream(PRECISION_FP32, 3);
+        check(ours == sum_of_squares(x, sizes[i], other), "thread counts differ");
+        stream_destroy(other);
+        free(x);
+    }
+    stream_destroy(stream);
+}
+
+static void test_learning_rate(void) {
+    check(lr_at(LR_COSINE, 1.0f, 0.1f, 0, 10, 100) == 0.1f, "first warm-up step");
+    check(lr_at(LR_COSINE, 1.0f, 0.1f, 9, 10, 100) == 1.0f, "last warm-up step");
+    check(lr_at(LR_COSINE, 1.0f, 0.1f, 10, 10, 100) == 1.0f, "peak");
+    check(fabsf(lr_at(LR_COSINE, 1.0f, 0.1f, 99, 10, 100) - 0.1f) < 1e-7f, "end of cosine");
+    check(fabsf(lr_at(LR_COSINE, 1.0f, 0.0f, 50, 0, 101) - 0.5f) < 1e-6f, "middle of cosine");
+    check(fabsf(lr_at(LR_LINEAR, 2.0f, 0.5f, 25, 0, 101) - 1.75f) < 1e-6f, "linear");
+    check(lr_at(LR_CONSTANT, 2.0f, 0.5f, 77, 0, 100) == 2.0f, "constant");
+    check(lr_at(LR_COSINE, 2.0f, 0.5f, 0, 0, 1) == 2.0f, "a run of one step");
+}
+
+// RoPE: inverse frequencies from public figures, tables and rotation against transformers' dump.
+static void test_rope(void) {
+    RopeConfig scaled = {500000.0f, 1, 32.0f, 1.0f, 4.0f, 8192}, plain = {10000.0f, 0, 0, 0, 0, 0};
+    RopeConfig unscaled = {500000.0f, 0, 0, 0, 0, 0};
+    static const struct {
+        int i;
+        float inv_freq;
+    } golden[] = {{15, 1.290548e-3f}, {16, 4.295568e-4f}, {17, 9.708288e-5f}, {18, 1.946164e-5f}, {31, 9.418307e-8f}};
+    SafeTensors dump;
+    float inv_freq[32], expected[32];
+    rope_inv_freq(inv_freq, 64, &unscaled);
+    check(fabsf(inv_freq[14] / 3.211446e-3f - 1.0f) < 1e-6f, "unscaled i14 %g", (double)inv_freq[14]);
+    rope_inv_freq(inv_freq, 64, &scaled);
+    for (size_t i = 0; i < sizeof golden / sizeof *golden; i++)
+        check(fabsf(inv_freq[golden[i].i] / golden[i].inv_freq - 1.0f) < 2e-6f, "i%d is %g, not %g", golden[i].i,
+              (double)inv_freq[golden[i].i], (double)golden[i].inv_freq);
+    if (!check(safetensors_open(&dump, "data/fixtures/rope.dump") == 0, "%s", error_message)) return;
+    const int32_t *positions = (const int32_t *)(const void *)safetensors_find(&dump, "positions")->data;
+    for (int which = 0; which < 2; which++) {
+        const char *prefix = which == 0 ? "scaled" : "plain";
+        enum { T = 8192 };
+        char name[64];
+        float *cos_table = guarded((int64_t)T * 32), *sin_table = guarded((int64_t)T * 32);
+        rope_inv_freq(inv_freq, 64, which == 0 ? &scaled : &plain);
+        rope_tables(cos_table, sin_table, inv_freq, T, 64);
+        snprintf(name, sizeof name, "%s.inv_freq", prefix);
+        safetensor_read(expected, safetensors_find(&dump, name), 0, 32);
+        check_close(inv_freq, expected, 32, 1e-7, "inv_freq");
+        for (int i = 0; i < 6; i++) {
+            double tol = 1e-6 + 2e-7 * positions[i]; // the angle itself is a float
+            snprintf(name, sizeof name, "%s.cos", prefix);
+            safetensor_read(expected, safetensors_find(&dump, name), 32 * i, 32);
+            check_close(cos_table + 32 * (int64_t)positions[i], expected, 32, tol, "cos");
+            snprintf(name, sizeof name, "%s.sin", prefix);
+            safetensor_read(expected, safetensors_find(&dump, name), 32 * i, 32);
+            if (positions[i] > 0) check_close(sin_table + 32 * (int64_t)positions[i], expected, 32, tol, "sin");
+        }
+        release(cos_table, (int64_t)T * 32, "cos");
+        release(sin_table, (int64_t)T * 32, "sin");
+    }
+    safetensors_close(&dump);
+    // rotation: against complex multiplication in double, and backward undoes forward
+    enum { N = 5, HEADS = 3, HD = 6, STRIDE = HEADS * HD + 2 };
+    float cos_table[N * HD / 2], sin_table[N * HD / 2], *x = random_values(N * STRIDE, 30, 1.0f);
+    float *y = guarded(N * STRIDE), turned[N * STRIDE];
+    int32_t rows[N] = {4, 0, 3, 3, 1};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    rope_inv_freq(inv_freq, HD, &plain);
+    rope_tables(cos_table, sin_table, inv_freq, N, HD);
+    memcpy(y, x, sizeof turned);
+    memcpy(turned, x, sizeof turned);
+    rope_forward(y, cos_table, sin_table, rows, N, HEADS, HD, STRIDE, stream);
+    for (int n = 0; n < N; n++) {
+        for (int h = 0; h < HEADS; h++) {
+            for (int i = 0; i < HD / 2; i++) {
+                int at = n * STRIDE + h * HD + i;
+                double angle = rows[n] * pow(10000.0, -2.0 * i / HD);
+                turned[at] = (float)((double)x[at] * cos(angle) - (double)x[at + HD / 2] * sin(angle));
+                turned[at + HD / 2] = (float)((double)x[at + HD / 2] * cos(angle) + (double)x[at] * sin(angle));
+            }
+        }
+    }
+    check_close(y, turned, N * STRIDE, 1e-6, "rotation");
+    rope_backward(y, cos_table, sin_table, rows, N, HEADS, HD, STRIDE, stream);
+    check_close(y, x, N * STRIDE, 1e-6, "rotation back");
+    release(y, N * STRIDE, "rope");
+    free(x);
+    stream_destroy(stream);
+}
+
+// Philox's published vectors, and permutations that are permutations.
+static void test_rand(void) {
+    static const struct {
+        uint32_t counter[4], key[2], out[4];
+    } known[] = {
+        {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+        {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
+         {0xffffffff, 0xffffffff},
+         {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+        {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+         {0xa4093822, 0x299f31d0},
+         {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        Philox counter;
+        memcpy(counter.v, known[i].counter, sizeof counter.v);
+        Philox out = philox(counter, known[i].key[0], known[i].key[1]);
+        check(memcmp(out.v, known[i].out, sizeof out.v) == 0, "vector %zu: %08x %08x %08x %08x", i, out.v[0], out.v[1],
+              out.v[2], out.v[3]);
+    }
+    static const uint64_t sizes[] = {1, 2, 3, 5, 16, 17, 1000};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        unsigned char seen[1000] = {0};
+        int fixed_points = 0, same_as_next_epoch = 0;
+        for (uint64_t j = 0; j < sizes[i]; j++) {
+            uint64_t image = rand_permute(j, sizes[i], 5, RAND_SHUFFLE, 0);
+            if (check(image < sizes[i] && !seen[image], "n %llu: not a permutation", (unsigned long long)sizes[i]))
+                seen[image] = 1;
+            fixed_points += image == j;
+            same_as_next_epoch += image == rand_permute(j, sizes[i], 5, RAND_SHUFFLE, 1);
+        }
+        check(sizes[i] < 1000 || (fixed_points < 10 && same_as_next_epoch < 10), "the permutation is no shuffle");
+    }
+    double sum = 0.0, squares = 0.0;
+    float *values = random_values(100000, 31, 1.0f);
+    for (int i = 0; i < 100000; i++) sum += (double)values[i], squares += (double)values[i] * (double)values[i];
+    check(fabs(sum / 1e5) < 0.02 && fabs(squares / 1e5 - 1.0) < 0.02, "normal: mean %g variance %g", sum / 1e5,
+          squares / 1e5);
+    free(values);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -184,16 +850,1024 @@ static void test_model_against_pytorch(void) {
     }
 }
 
+// Recomputing gives the same bits; accumulating micro-batches and bf16 products stay close; thread counts agree where
+// sums have one order (everything but oneDNN's products, which may split a long inner dimension over threads).
+static void test_model_variants(void) {
+    static const char *const names[] = {"tied", "untied"};
+    for (int i = 0; i < 2; i++) {
+        Fixture plain, other;
+        double loss, other_loss;
+        if (fixture_open(&plain, names[i], 64, 0, PRECISION_FP32, 2)) return;
+        int64_t n = plain.stage.arena_floats;
+        stage_gradients(&plain.stage, &plain.batch, 64, &loss, NULL, plain.stream);
+        if (fixture_open(&other, names[i], 64, 1, PRECISION_FP32, 2)) return;
+        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+        check(loss == other_loss && memcmp(plain.stage.grads, other.stage.grads, sizeof(float) * (size_t)n) == 0,
+              "--recompute changes the bits");
+        check(other.stage.acts_floats < plain.stage.acts_floats, "--recompute saves nothing");
+        fixture_close(&other);
+        if (fixture_open(&other, names[i], 1, 0, PRECISION_FP32, 2)) return;
+        for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
+            stage_gradients(&other.stage, &other.batch, 1, &other_loss, NULL, other.stream);
+        check(fabs(loss - other_loss) <= 1e-6 * loss, "micro-batches of 1: loss %g, %g", other_loss, loss);
+        check_close(other.stage.grads, plain.stage.grads, n, 2e-6, "micro-batches of 1");
+        fixture_close(&other);
+        if (fixture_open(&other, names[i], 64, 0, PRECISION_FP32, 3)) return;
+        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+        check_close(other.stage.grads, plain.stage.grads, n, 2e-6, "3 threads");
+        fixture_close(&other);
+        if (device_has_bf16()) {
+            if (fixture_open(&other, names[i], 64, 0, PRECISION_BF16, 2)) return;
+            stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+            check(fabs(loss - other_loss) <= 5e-3 * loss, "bf16: loss %g, %g", other_loss, loss);
+            check_close(other.stage.grads, plain.stage.grads, n, 3e-2, "bf16 products");
+            check(memcmp(other.stage.grads, plain.stage.grads, sizeof(float) * (size_t)n) != 0, "bf16 was not used");
+            fixture_close(&other);
+        }
+        fixture_close(&plain);
+    }
+}
+
+// A batch without a single target gives zero loss and zero gradient, never NaN; an ignored target does not matter.
+static void test_model_masked(void) {
+    Fixture f;
+    double loss, sum = 0.0;
+    if (fixture_open(&f, "untied", 64, 0, PRECISION_FP32, 2)) return;
+    for (int i = 0; i < f.batch.b * f.batch.T; i++) f.batch.targets[i] = -1;
+    f.batch.n_valid = 0;
+    stage_gradients(&f.stage, &f.batch, 1, &loss, NULL, f.stream);
+    for (int64_t i = 0; i < f.stage.arena_floats; i++) sum += fabs((double)f.stage.grads[i]);
+    check(loss == 0.0 && sum == 0.0, "all masked: loss %g, gradient sum %g", loss, sum);
+    fixture_close(&f);
+}
+
+// The logits of one sequence grown token by token in a cache equal those of the whole forward.
+static void test_kv_cache(void) {
+    static const char *const names[] = {"tied", "untied"};
+    static const int pieces[] = {1, 5, 1, 1, 12, 1, 8};
+    for (int i = 0; i < 2; i++) {
+        Fixture f;
+        if (fixture_open(&f, names[i], 1, 0, PRECISION_FP32, 2)) return;
+        int T = 29, C = f.stage.config.channels, done = 0;
+        float *whole = (float *)malloc(sizeof(float) * (size_t)(T * C)), *grown = guarded(T * C);
+        KvCache cache = {NULL, T, 0};
+        cache.rows = (floatX *)device_alloc(sizeof(float) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
+                                            (size_t)config_kv_dim(&f.stage.config));
+        stage_forward(&f.stage, f.batch.tokens, 1, T, NULL, f.stream);
+        memcpy(whole, f.stage.normed, sizeof(float) * (size_t)(T * C));
+        for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
+            stage_forward(&f.stage, f.batch.tokens + done, 1, pieces[p], &cache, f.stream);
+            memcpy(grown + done * C, f.stage.normed, sizeof(float) * (size_t)(pieces[p] * C));
+            done += pieces[p];
+        }
+        check(done == T && cache.used == T, "the pieces do not add up");
+        check_close(grown, whole, (int64_t)T * C, 2e-6, "cached");
+        release(grown, T * C, "cached");
+        free(whole);
+        device_free(cache.rows);
+        fixture_close(&f);
+    }
+}
+
+static void test_sampling(void) {
+    float logits[5] = {0.0f, 3.0f, 1.0f, 2.9f, -4.0f};
+    Candidate work[5];
+    int count[5] = {0};
+    check(sample_token(logits, 5, 0.0f, 1.0f, 0.99f, work) == 1, "temperature 0 is the likeliest");
+    check(sample_token(logits, 5, 1.0f, 0.01f, 0.99f, work) == 1, "a tiny top-p is the likeliest");
+    for (int i = 0; i < 10000; i++) count[sample_token(logits, 5, 1.0f, 1.0f, (float)i / 10000.0f, work)]++;
+    double total = exp(-3.0) + 1.0 + exp(-2.0) + exp(-0.1) + exp(-7.0);
+    check(abs(count[1] - (int)(10000.0 / total)) <= 2, "frequency %d", count[1]);
+    check(abs(count[3] - (int)(10000.0 * exp(-0.1) / total)) <= 2, "frequency %d", count[3]);
+    for (int i = 0; i < 1000; i++) {
+        int id = sample_token(logits, 5, 1.0f, 0.9f, (float)i / 1000.0f, work);
+        check(id == 1 || id == 3 || id == 2, "top-p 0.9 gave %d", id);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Files
+
+static void write_file(const char *path, const void *data, size_t n) {
+    FILE *file = fopen(path, "wb");
+    if (file == NULL || fwrite(data, 1, n, file) != n || fclose(file) != 0) {
+        perror(path);
+        exit(1);
+    }
+}
+
+static const char *scratch_path(const char *name) {
+    static char path[4][PATH_MAX + 64];
+    static int turn;
+    turn = (turn + 1) % 4;
+    snprintf(path[turn], sizeof path[turn], "%s/%s", test_folder, name);
+    return path[turn];
+}
+
+// A safetensors file with this header text and n bytes of data; header_size -1: the text's length.
+static const char *write_safetensors(const char *header, int64_t header_size, size_t n_data) {
+    const char *path = scratch_path("case.safetensors");
+    size_t length = strlen(header), total = 8 + length + n_data;
+    unsigned char *bytes = (unsigned char *)calloc(total, 1);
+    uint64_t size = header_size < 0 ? length : (uint64_t)header_size;
+    for (int i = 0; i < 8; i++) bytes[i] = (unsigned char)(size >> (8 * i));
+    memcpy(bytes + 8, header, length);
+    write_file(path, bytes, total);
+    free(bytes);
+    return path;
+}
+
+// Every malformed file is refused in one line that names it; every unusual but valid one is taken.
+static void test_safetensors(void) {
+    static const struct {
+        const char *header;
+        int64_t header_size;
+        size_t n_data;
+        const char *message; // NULL: valid
+    } cases[] = {
+        {"{}", -1, 0, NULL},
+        {"{\"__metadata__\":{}}   ", -1, 0, NULL},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", -1, 4, NULL},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[0,5],\"data_offsets\":[0,0]}}", -1, 0, NULL},
+        {"{\"b\":{\"dtype\":\"F16\",\"shape\":[2],\"data_offsets\":[4,8]},"
+         "\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}",
+         -1, 8, NULL},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", -1, 3, "cut short"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", -1, 5, "belong to no tensor"},
+        {"{}", 3, 0, "header of 3 bytes"},
+        {"{}", 100000001, 0, "header of 100000001"},
+        {"{}", INT64_MAX, 0, "header of 9223372036854775807"},
+        {"[]", -1, 0, "not a JSON object"},
+        {"\xEF\xBB\xBF{}", -1, 0, "not a JSON object"},
+        {" {}", -1, 0, "not a JSON object"},
+        {"{} {}", -1, 0, "end of file expected"},
+        {"{\"x\":", -1, 0, "header:"},
+        {"{\"x\":1}", -1, 0, "not an object"},
+        {"{\"x\":{\"dtype\":\"f32\",\"shape\":[1],\"data_offsets\":[0,4]}}", -1, 4, "unknown dtype 'f32'"},
+        {"{\"x\":{\"dtype\":\"Q4\",\"shape\":[1],\"data_offsets\":[0,4]}}", -1, 4, "unknown dtype 'Q4'"},
+        {"{\"x\":{\"shape\":[1],\"data_offsets\":[0,4]}}", -1, 4, "unknown dtype '(none)'"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,4]}}", -1, 4, "x: the shape needs 8 bytes"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[-1],\"data_offsets\":[0,4]}}", -1, 4, "not a whole number"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1.0],\"data_offsets\":[0,4]}}", -1, 4, "not a whole number"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[4611686018427387904,4],\"data_offsets\":[0,4]}}", -1, 4, "overflows"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[99999999999999999999],\"data_offsets\":[0,4]}}", -1, 4, "too big"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,4]}}", -1, 4, "at most 8"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":1,\"data_offsets\":[0,4]}}", -1, 4, "at most 8"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,0]}}", -1, 4, "before begin"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0]}}", -1, 4, "not a pair"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0.5,4]}}", -1, 4, "not whole"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[-4,0]}}", -1, 4, "not whole"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", -1, 8, "a hole"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+         "\"y\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[2,6]}}",
+         -1, 6, "inside"},
+        {"{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"
+         "\"\\u0078\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
+         -1, 8, "duplicate"},
+        {"{\"__metadata__\":{\"a\":1}}", -1, 0, "not a string"},
+        {"{\"__metadata__\":[]}", -1, 0, "not an object"},
+    };
+    SafeTensors file;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *path = write_safetensors(cases[i].header, cases[i].header_size, cases[i].n_data);
+        int result = safetensors_open(&file, path);
+        if (cases[i].message == NULL) {
+            check(result == 0, "valid case %zu: %s", i, error_message);
+        } else if (check_error(result, cases[i].message, cases[i].header)) {
+            check(strstr(error_message, "case.safetensors") != NULL, "'%s' does not name the file", error_message);
+        }
+        if (result == 0) safetensors_close(&file);
+    }
+    char *deep = (char *)malloc(200001);
+    memset(deep, '[', 200000);
+    memcpy(deep, "{\"x\":", 5);
+    deep[200000] = '\0';
+    check_error(safetensors_open(&file, write_safetensors(deep, -1, 0)), "depth", "deep nesting");
+    free(deep);
+    write_file(scratch_path("short"), "abc", 3);
+    check_error(safetensors_open(&file, scratch_path("short")), "not a safetensors file", "3 bytes");
+    write_file(scratch_path("empty"), "", 0);
+    check_error(safetensors_open(&file, scratch_path("empty")), "not a safetensors file", "an empty file");
+    check_error(safetensors_open(&file, scratch_path("nothing-here")), "No such file", "a missing file");
+    check_error(safetensors_open(&file, test_folder), "not a regular file", "a folder");
+}
+
+// Opens `path` as a model and compares every weight with the fixture's.
+static void check_same_weights(const char *path, const Stage *expected, double tol, const char *what) {
+    ModelFile file;
+    Stage stage;
+    if (!check(model_file_open(&file, path) == 0, "%s: %s", what, error_message)) return;
+    int result = stage_table(&stage, &file.config) || stage_match(&stage, &file) || stage_plan(&stage, 1, 1, 0, 0) ||
+                 stage_alloc(&stage) || stage_load(&stage, &file, 1);
+    if (check(result == 0, "%s: %s", what, error_message)) {
+        check(memcmp(&stage.config, &expected->config, sizeof(Config)) == 0, "%s: the config differs", what);
+        if (tol == 0.0)
+            check(memcmp(stage.params, expected->params, sizeof(float) * (size_t)stage.arena_floats) == 0,
+                  "%s: weights differ", what);
+        else
+            check_close(stage.params, expected->params, stage.arena_floats, tol, what);
+    }
+    stage_free(&stage);
+    model_file_close(&file);
+}
+
+// Writes config.json of a fixture into a folder, with one text replaced (NULL: as it is).
+static void write_config(const char *folder, const char *fixture, const char *from, const char *to) {
+    char path[PATH_MAX];
+    FileMap map;
+    snprintf(path, sizeof path, "data/fixtures/%s/config.json", fixture);
+    if (file_map(&map, path)) exit(1);
+    char *text = (char *)calloc(map.size + 4096, 1);
+    memcpy(text, map.data, map.size);
+    char *at = from != NULL ? strstr(text, from) : NULL;
+    if (from != NULL && !check(at != NULL, "%s is not in %s", from, path)) exit(1);
+    if (at != NULL) {
+        size_t tail = strlen(at + strlen(from)) + 1;
+        memmove(at + strlen(to), at + strlen(from), tail);
+        memcpy(at, to, strlen(to));
+    }
+    file_make_folders(folder);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    write_file(path, text, strlen(text));
+    file_unmap(&map);
+    free(text);
+}
+
+// Writes the fixture's weights as two shards with an index; F16 tests widening.
+static void write_shards(const char *folder, const Stage *stage, const char *second_name) {
+    char path[PATH_MAX], index[65536] = "{\"metadata\":{},\"weight_map\":{";
+    for (int s = 0; s < 2; s++) {
+        SafeTensorsWriter writer;
+        int first = s == 0 ? 0 : stage->n_tensors / 2, last = s == 0 ? stage->n_tensors / 2 : stage->n_tensors;
+        const char *name = s == 0 ? "model-00001-of-00002.safetensors" : second_name;
+        safetensors_writer_init(&writer, NULL);
+        for (int i = first; i < last; i++) {
+            size_t n = strlen(index);
+            safetensors_declare(&writer, stage->tensors[i].name, DTYPE_F32, stage->tensors[i].shape,
+                                stage->tensors[i].n_dims);
+            snprintf(index + n, sizeof index - n, "%s\"%s\":\"%s\"", i > 0 ? "," : "", stage->tensors[i].name, name);
+        }
+        snprintf(path, sizeof path, "%s/%s", folder, s == 0 ? name : "model-00002-of-00002.safetensors");
+        safetensors_begin(&writer, path);
+        for (int i = first; i < last; i++)
+            safetensors_append(&writer, stage->params + stage->tensors[i].offset, stage->tensors[i].n, DTYPE_F32);
+        file_writer_close(&writer.file);
+    }
+    strcat(index, "}}");
+    snprintf(path, sizeof path, "%s/model.safetensors.index.json", folder);
+    write_file(path, index, strlen(index));
+}
+
+static int open_and_match(const char *path) {
+    ModelFile file;
+    Stage stage;
+    if (model_file_open(&file, path)) return -1;
+    int result = stage_table(&stage, &file.config) || stage_match(&stage, &file) ? -1 : 0;
+    stage_free(&stage);
+    model_file_close(&file);
+    return result;
+}
+
+// Native files, folders, shards, both precisions: what is written comes back; what does not fit is refused by name.
+static void test_model_files(void) {
+    static const char *const names[] = {"tied", "untied"};
+    char folder[PATH_MAX];
+    for (int i = 0; i < 2; i++) {
+        Fixture f;
+        if (fixture_open(&f, names[i], 1, 0, PRECISION_FP32, 1)) return;
+        json_object_set_new(f.stage.side_files, "tokenizer.json", json_string("{\"model\": \"\\u00e9\"}"));
+        check(stage_save_native(&f.stage, scratch_path("m.bin"), DTYPE_F32) == 0, "%s", error_message);
+        check_same_weights(scratch_path("m.bin"), &f.stage, 0.0, "native fp32");
+        check(stage_save_native(&f.stage, scratch_path("h.bin"), DTYPE_BF16) == 0, "%s", error_message);
+        check_same_weights(scratch_path("h.bin"), &f.stage, 3e-3, "native bf16");
+        check(stage_save_folder(&f.stage, scratch_path("hf"), DTYPE_F32) == 0, "%s", error_message);
+        check_same_weights(scratch_path("hf"), &f.stage, 0.0, "folder");
+        ModelFile file;
+        if (check(model_file_open(&file, scratch_path("hf")) == 0, "%s", error_message)) {
+            const char *text = json_string_value(json_object_get(file.side_files, "tokenizer.json"));
+            check(text != NULL && strcmp(text, "{\"model\": \"\\u00e9\"}") == 0, "the tokenizer did not come along");
+            model_file_close(&file);
+        }
+        snprintf(folder, sizeof folder, "%s", scratch_path("shards"));
+        write_config(folder, names[i], NULL, NULL);
+        write_shards(folder, &f.stage, "model-00002-of-00002.safetensors");
+        check_same_weights(folder, &f.stage, 0.0, "shards");
+        unlink(scratch_path("shards/model-00002-of-00002.safetensors"));
+        check_error(open_and_match(folder), "shard model-00002-of-00002.safetensors is missing", "a missing shard");
+        write_shards(folder, &f.stage, "../model-00002-of-00002.safetensors");
+        check_error(open_and_match(folder), "not a plain file name", "a shard outside the folder");
+        write_shards(folder, &f.stage, "model-00001-of-00002.safetensors");
+        check_error(open_and_match(folder), "is not in shard", "an index that names the wrong shard");
+        file_remove_folder(folder);
+        float keep = f.stage.params[5];
+        f.stage.params[5] = NAN;
+        stage_save_native(&f.stage, scratch_path("nan.bin"), DTYPE_F32);
+        f.stage.params[5] = keep;
+        if (check(model_file_open(&file, scratch_path("nan.bin")) == 0, "%s", error_message)) {
+            check_error(stage_load(&f.stage, &file, 1), "model.embed_tokens.weight: element 5", "--check-weights");
+            model_file_close(&file);
+        }
+        fixture_close(&f);
+    }
+    // F16 weights are widened
+    {
+        SafeTensor tensor;
+        float values[3] = {0};
+        static const uint16_t halves[3] = {0x3C00, 0xC000, 0x3555};
+        memset(&tensor, 0, sizeof tensor);
+        tensor.name = "x", tensor.dtype = DTYPE_F16, tensor.data = (const uint8_t *)halves;
+        check(safetensor_read(values, &tensor, 0, 3) == 0 && values[0] == 1.0f && values[1] == -2.0f &&
+                  fabsf(values[2] - 0.33325f) < 1e-4f,
+              "F16 gives %g %g %g", (double)values[0], (double)values[1], (double)values[2]);
+        tensor.dtype = DTYPE_I64;
+        check_error(safetensor_read(values, &tensor, 0, 1), "dtype I64", "integers as weights");
+    }
+    static const struct {
+        const char *from, *to, *message;
+    } bad[] = {
+        {"\"hidden_size\": 42", "\"hidden_size\": 43", "has shape [101,42], the config asks for [101,43]"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3",
+         "tensor model.layers.2.input_layernorm.weight is missing"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "is not part of a Llama of this config"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 0", "num_hidden_layers is 0"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1e9", "not a whole number"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2000000000", "num_hidden_layers is 2000000000"},
+        {"\"hidden_size\": 42", "\"hidden_size\": 99999999999999999999", "too big"},
+        {"\"num_key_value_heads\": 3", "\"num_key_value_heads\": 4", "not a multiple"},
+        {"\"head_dim\": 10", "\"head_dim\": 7", "is odd"},
+        {"\"model_type\": \"llama\"", "\"model_type\": \"qwen2\"", "model_type 'qwen2'"},
+        {"\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\"", "hidden_act 'gelu'"},
+        {"\"attention_bias\": false", "\"attention_bias\": true", "attention_bias"},
+        {"\"mlp_bias\": false", "\"mlp_bias\": true", "mlp_bias"},
+        {"\"rope_type\": \"default\"", "\"rope_type\": \"yarn\"", "RoPE type 'yarn'"},
+        {"\"vocab_size\": 101", "\"vocab_size\": \"x\"", "vocab_size is not a whole number"},
+        {"\"vocab_size\": 101", "\"vocab_size\": 2, \"vocab_size\": 101", "duplicate"},
+        {"\"model_type\"", "\"model_type", "config.json: line"},
+    };
+    snprintf(folder, sizeof folder, "%s", scratch_path("bad"));
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char target[PATH_MAX + 32], source[PATH_MAX];
+        write_config(folder, "untied", bad[i].from, bad[i].to);
+        snprintf(target, sizeof target, "%s/model.safetensors", folder);
+        unlink(target);
+        if (realpath("data/fixtures/untied/model.safetensors", source) == NULL || symlink(source, target) != 0) exit(1);
+        check_error(open_and_match(folder), bad[i].message, bad[i].to);
+    }
+    file_remove_folder(folder);
+    check_error(open_and_match(scratch_path("no-such")), "no such model", "a missing model");
+    check_error(open_and_match(test_folder), "neither", "a folder without a model");
+    check_error(open_and_match(write_safetensors("{}", -1, 0)), "no model config", "a safetensors file without config");
+}
+
+// config.json in both spellings of RoPE, presets with published parameter counts, specs.
+static void test_config(void) {
+    static const struct {
+        const char *preset;
+        int64_t params;
+    } published[] = {{"llama-3.2-1b", 1235814400},  {"llama-3.2-3b", 3212749824}, {"llama-3-8b", 8030261248},
+                     {"smollm2-135m", 134515008},   {"smollm2-360m", 361821120},  {"smollm2-1.7b", 1711376384},
+                     {"tinyllama-1.1b", 1100048384}};
+    Config config, again;
+    for (size_t i = 0; i < sizeof published / sizeof *published; i++) {
+        Stage stage = {0};
+        if (!check(config_from_spec(&config, published[i].preset) == 0, "%s", error_message)) continue;
+        check(config_n_params(&config) == published[i].params, "%s has %lld", published[i].preset,
+              (long long)config_n_params(&config));
+        check(stage_table(&stage, &config) == 0 && stage.n_params == published[i].params, "the table has %lld",
+              (long long)stage.n_params);
+        stage_free(&stage);
+        json_t *json = config_to_json(&config, "float32");
+        check(config_from_json(&again, json, "round trip") == 0, "%s", error_message);
+        check(memcmp(&config, &again, sizeof config) == 0, "%s: the round trip differs", published[i].preset);
+        json_decref(json);
+    }
+    static const char base[] = "\"model_type\":\"llama\",\"hidden_size\":64,\"num_attention_heads\":4,"
+                               "\"num_hidden_layers\":2,\"intermediate_size\":96,\"vocab_size\":100";
+    static const struct {
+        const char *rope;
+        float theta;
+        int scaled;
+    } spellings[] = {
+        {"", 10000.0f, 0},
+        {",\"rope_theta\":500000.0,\"rope_scaling\":null", 500000.0f, 0},
+        {",\"rope_theta\":500000,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":32.0,\"low_freq_factor\":1.0,"
+         "\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}",
+         500000.0f, 1},
+        {",\"rope_scaling\":{\"type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":4,"
+         "\"original_max_position_embeddings\":8192}",
+         10000.0f, 1},
+        {",\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":130000.0}", 130000.0f, 0},
+        {",\"rope_parameters\":{\"rope_type\":\"llama3\",\"rope_theta\":500000.0,\"factor\":32.0,\"low_freq_factor\":"
+         "1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}",
+         500000.0f, 1},
+    };
+    for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
+        char text[1024];
+        snprintf(text, sizeof text, "{%s%s}", base, spellings[i].rope);
+        json_t *json = json_loads(text, 0, NULL);
+        check(json != NULL && config_from_json(&config, json, "spelling") == 0, "%s: %s", text, error_message);
+        check(config.rope.theta == spellings[i].theta && config.rope.scaled == spellings[i].scaled &&
+                  config.kv_heads == 4 && config.head_dim == 16,
+              "%s: theta %g scaled %d", text, (double)config.rope.theta, config.rope.scaled);
+        json_decref(json);
+    }
+    check(config_from_spec(&config, "d=96,layers=3,heads=6,kv=2,ffn=200,vocab=300,ctx=77,theta=5e5,tied=1") == 0 &&
+              config.channels == 96 && config.head_dim == 16 && config.kv_heads == 2 && config.tied == 1 &&
+              config.context == 77 && config.rope.theta == 5e5f && config.bos_id == -1,
+          "spec: %s", error_message);
+    check_error(config_from_spec(&config, "d=96,leyers=3"), "unknown key 'leyers'", "a misspelt key");
+    check_error(config_from_spec(&config, "d=1.5"), "whole number", "half a channel");
+    check_error(config_from_spec(&config, "d="), "needs a number", "no number");
+    check_error(config_from_spec(&config, "heads=5,kv=2"), "not a multiple", "5 heads on 2");
+    check_error(config_from_spec(&config, "llama-9"), "no such preset", "an unknown preset");
+}
+
+// The command line: defaults, both spellings, ranges, lists, nearest names, and the way through the log.
+static void test_options(void) {
+    Options opts, again;
+    unsigned char given[CLI_OPTIONS] = {0};
+    check(OPTION_COUNT <= CLI_OPTIONS, "the table is too long");
+    check(cli_defaults(option_table, OPTION_COUNT, &opts) == 0, "a default is out of range: %s", error_message);
+    check(opts.batch == 32 && opts.lr == 2e-5f && opts.mask_rate == 0.0f && opts.seq == 0, "defaults");
+    static const char *const good[] = {"train",      "-m",         "a.bin", "-d",          "x.txt",         "y.txt",
+                                       "--lr=1e-3",  "-n",         "50",    "--recompute", "--schedule-lr", "linear",
+                                       "--generate", "-x is text", "-p",    "0",           "--warmup",      "-1"};
+    check(cli_parse(option_table, OPTION_COUNT, &opts, given, sizeof good / sizeof *good, (char **)good) == 0, "%s",
+          error_message);
+    check(strcmp(opts.model, "a.bin") == 0 && opts.data.n == 2 && opts.lr == 1e-3f && opts.steps == 50 &&
+              opts.recompute == 1 && opts.schedule_lr == LR_LINEAR && strcmp(opts.generate, "-x is text") == 0 &&
+              opts.warmup == -1,
+          "values");
+    json_t *json = cli_to_json(option_table, OPTION_COUNT, &opts);
+    unsigned char none[CLI_OPTIONS] = {0};
+    cli_defaults(option_table, OPTION_COUNT, &again);
+    check(cli_from_json(option_table, OPTION_COUNT, &again, none, json) == 0, "%s", error_message);
+    json_t *json_again = cli_to_json(option_table, OPTION_COUNT, &again);
+    check(json_equal(json, json_again), "settings change on the way through the log");
+    json_decref(json);
+    json_decref(json_again);
+    static const struct {
+        const char *words[3];
+        const char *message;
+    } bad[] = {
+        {{"--steps", "0x10", NULL}, "a whole number"},
+        {{"--step", "5", NULL}, "nearest is --steps"},
+        {{"--recomptue", NULL, NULL}, "--recompute"},
+        {{"-z", NULL, NULL}, "unknown option '-z'"},
+        {{"--batch", "0", NULL}, "from 1 to"},
+        {{"--batch", "3.5", NULL}, "a whole number"},
+        {{"--lr", "nan", NULL}, "a number"},
+        {{"--lr", "1e-3x", NULL}, "a number"},
+        {{"--lr", NULL, NULL}, "needs a value"},
+        {{"-b", "-4", NULL}, "from 1 to"},
+        {{"-p", "0.95", NULL}, "from 0 to 0"},
+        {{"-x", "2", NULL}, "from 1 to 1"},
+        {{"-y", "4", NULL}, "from 1 to 1"},
+        {{"--precision", "fp8", NULL}, "one of auto|bf16|fp32"},
+        {{"model.bin", NULL, NULL}, "belongs to no"},
+        {{"--seq", "99999999999999999999", NULL}, "a whole number"},
+        {{"--recompute=2", NULL, NULL}, "from 0 to 1"},
+        {{"-d", NULL, NULL}, "needs a value"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char *words[4] = {(char *)"train", (char *)bad[i].words[0], (char *)bad[i].words[1], NULL};
+        check_error(cli_parse(option_table, OPTION_COUNT, &opts, given, bad[i].words[1] != NULL ? 3 : 2, words),
+                    bad[i].message, bad[i].words[0]);
+    }
+}
+
+static Tokenizer byte_tokenizer(void) {
+    Tokenizer tokenizer;
+    tokenizer_open(&tokenizer, NULL, BYTE_VOCAB);
+    return tokenizer;
+}
+
+// What is read from a file in the training side of a fresh dataset, as text with <B> and <E> for the marks.
+static int read_as_text(char *out, size_t size, const char *name, const char *content, size_t n, double val_share,
+                        Dataset *data) {
+    Tokenizer tokenizer = byte_tokenizer();
+    size_t used = 0;
+    memset(data, 0, sizeof *data);
+    data->val_share = val_share;
+    write_file(scratch_path(name), content, n);
+    out[0] = '\0';
+    if (dataset_read(data, &data->train, scratch_path(name), &tokenizer)) return -1;
+    for (int s = 0; s < data->train.n_streams; s++) {
+        for (int64_t i = 0; i < data->train.streams[s].n; i++) {
+            uint32_t id = data->train.streams[s].tokens[i];
+            if (id < 256)
+                used += (size_t)snprintf(out + used, size - used, "%c", (int)id);
+            else
+                used += (size_t)snprintf(out + used, size - used, id == BYTE_BOS ? "<B>" : "<E>");
+        }
+    }
+    return 0;
+}
+
+// Text in the shapes that broke other trainers.
+static void test_text_data(void) {
+    static const struct {
+        const char *name, *content, *expected; // expected NULL: refused with message
+        const char *message;
+    } cases[] = {
+        {"a.jsonl", "{\"text\":\"ab\"}\n{\"text\":\"c\"}\n", "<B>ab<E><B>c<E>", NULL},
+        {"a.jsonl", "{\"text\":\"ab\"}\n\n  \n{\"text\":\"c\"}", "<B>ab<E><B>c<E>", NULL},
+        {"a.jsonl", "\xEF\xBB\xBF{\"text\":\"ab\"}\r\n\r\n{\"text\":\"c\"}\r\n", "<B>ab<E><B>c<E>", NULL},
+        {"a.jsonl", "{\"text\":\"\"}\n{\"text\":\"c\"}\n", "<B>c<E>", NULL},
+        {"a.jsonl", "{\"text\":\"x\\ud83dy\"}", "<B>x\xEF\xBF\xBDy<E>", NULL},
+        {"a.jsonl", "{\"text\":\"x\\ud83d\\udc4dy\"}", "<B>x\xF0\x9F\x91\x8Dy<E>", NULL},
+        {"a.jsonl", "{\"text\":\"x\\udc4d\\ud83d\"}", "<B>x\xEF\xBF\xBD\xEF\xBF\xBD<E>", NULL},
+        {"a.jsonl", "{\"text\":\"\\\\ud83d\"}", "<B>\\ud83d<E>", NULL},
+        {"a.jsonl", "{\"text\":\"\xC0 z\"}", "<B>\xEF\xBF\xBD z<E>", NULL},
+        {"a.jsonl", "{\"text\":\"\xED\xA0\x80\"}", "<B>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD<E>", NULL},
+        {"a.jsonl", "{\"id\": 3, \"text\":\"\\u00e9\"}", "<B>\xC3\xA9<E>", NULL},
+        {"a.jsonl", "{\"text\":\"ab\"}\n{\"txt\":\"c\"}\n", NULL, "line 2: no \"text\" string"},
+        {"a.jsonl", "{\"text\":\"ab\"}\n{\"text\":7}\n", NULL, "line 2: no \"text\" string"},
+        {"a.jsonl", "{\"text\":\"ab\"}\n\n{\"text\":\n", NULL, "line 3:"},
+        {"a.jsonl", "[1]\n", NULL, "line 1: no \"text\" string"},
+        {"a.jsonl", "{\"text\":\"a\\", NULL, "line 1:"},
+        {"a.txt", "\xEF\xBB\xBFone\r\ntwo\xC0", "<B>one\r\ntwo\xC0<E>", NULL},
+        {"a.txt", "", "", NULL},
+        {"a.csv", "x", NULL, "unknown kind of data"},
+    };
+    char text[4096];
+    Dataset data;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int result =
+            read_as_text(text, sizeof text, cases[i].name, cases[i].content, strlen(cases[i].content), 0.0, &data);
+        if (cases[i].expected == NULL)
+            check_error(result, cases[i].message, cases[i].content);
+        else
+            check(result == 0 && strcmp(text, cases[i].expected) == 0, "%s gives '%s' (%s)", cases[i].content, text,
+                  result ? error_message : "");
+        dataset_close(&data);
+    }
+    check(read_as_text(text, sizeof text, "nul.jsonl", "{\"text\":\"a\\u0000b\"}", 19, 0.0, &data) == 0 &&
+              data.train.n_streams == 1 && data.train.streams[0].n == 5,
+          "an escaped NUL");
+    dataset_close(&data);
+    // the held-out part: every tenth document, nothing lost, nothing twice
+    char lines[4000] = "";
+    for (int i = 0; i < 40; i++) sprintf(lines + strlen(lines), "{\"text\":\"%d\"}\n", i);
+    read_as_text(text, sizeof text, "split.jsonl", lines, strlen(lines), 0.1, &data);
+    check(data.val.n_streams == 1 && strstr(text, "<B>9<E>") == NULL && strstr(text, "<B>8<E>") != NULL &&
+              data.val.streams[0].tokens[1] == '9' && data.n_documents == 40,
+          "split of documents: %s", text);
+    dataset_close(&data);
+    read_as_text(text, sizeof text, "split.txt", lines, 1000, 0.1, &data);
+    check(data.val.n_streams == 1 && data.train.streams[0].n + data.val.streams[0].n == 1002 &&
+              data.val.streams[0].tokens == data.train.streams[0].tokens + data.train.streams[0].n,
+          "split of a text");
+    dataset_close(&data);
+    Tokenizer other;
+    tokenizer_open(&other, NULL, 128256);
+    memset(&data, 0, sizeof data);
+    check_error(dataset_read(&data, &data.train, scratch_path("split.txt"), &other), "vocabulary 128256",
+                "text for a model with another tokenizer");
+    check_error(dataset_read(&data, &data.train, scratch_path("none*.txt"), &other), "no such file",
+                "an empty pattern");
+    dataset_close(&data);
+}
+
+// n tokens of a shard, ids i % vocab with bit 31 on every fifth, into a file of `size` bytes (0: the right size).
+static const char *write_tokens(int64_t n, uint32_t vocab, uint32_t magic, int64_t size) {
+    const char *path = scratch_path("shard.bin");
+    uint32_t header[256] = {magic, 1, (uint32_t)n, (uint32_t)((uint64_t)n >> 32), vocab};
+    FILE *file = fopen(path, "wb");
+    fwrite(header, 1, sizeof header, file);
+    for (int64_t i = 0; i < n && i < 1000; i++) {
+        uint32_t token = (uint32_t)(i % 250) | (i % 5 == 4 ? TOKEN_NO_LOSS : 0);
+        fwrite(&token, 1, sizeof token, file);
+    }
+    fclose(file);
+    if (truncate(path, size != 0 ? size : TOKENS_HEADER + 4 * n) != 0) exit(1);
+    return path;
+}
+
+static void test_token_data(void) {
+    Tokenizer tokenizer = byte_tokenizer();
+    Dataset data;
+    uint32_t tokens[8];
+    int32_t targets[8];
+    memset(&data, 0, sizeof data);
+    check(dataset_read(&data, &data.train, write_tokens(20, 258, TOKENS_MAGIC, 0), &tokenizer) == 0, "%s",
+          error_message);
+    dataset_finish(&data, 8);
+    check(data.train.n_windows == 3 && data.train.n_tokens == 20, "%lld windows", (long long)data.train.n_windows);
+    int valid = split_read(&data.train, 0, 8, tokens, targets);
+    check(tokens[4] == 4 && targets[3] == -1 && targets[4] == 5 && valid == 7, "bit 31: %d %d", targets[3], valid);
+    valid = split_read(&data.train, 2, 8, tokens, targets);
+    check(valid == 2 && tokens[3] == 19 && targets[3] == -1 && targets[4] == -1 && targets[1] == 18, "short window %d",
+          valid);
+    dataset_close(&data);
+    static const struct {
+        int64_t n;
+        uint32_t vocab, magic;
+        int64_t size;
+        const char *message;
+    } bad[] = {{20, 258, TOKENS_MAGIC, 1024 + 79, "cut short"},
+               {20, 258, TOKENS_MAGIC, 1024 + 84, "cut short"},
+               {20, 258, 20240520, 0, "not a token file"},
+               {20, 128256, TOKENS_MAGIC, 0, "vocabulary of 128256"},
+               {20, 258, TOKENS_MAGIC, 100, "not a token file"},
+               {-5, 258, TOKENS_MAGIC, 1044, "in the header"},
+               {(int64_t)1 << 62, 258, TOKENS_MAGIC, 1044, "in the header"}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        memset(&data, 0, sizeof data);
+        check_error(dataset_read(&data, &data.train, write_tokens(bad[i].n, bad[i].vocab, bad[i].magic, bad[i].size),
+                                 &tokenizer),
+                    bad[i].message, bad[i].message);
+        dataset_close(&data);
+    }
+    Tokenizer small = {TOKENIZER_NONE, 17, -1, -1};
+    memset(&data, 0, sizeof data);
+    check_error(dataset_read(&data, &data.train, write_tokens(20, 0, TOKENS_MAGIC, 0), &small),
+                "token 17 is 17, the vocabulary ends at 16", "ids beyond the vocabulary");
+    dataset_close(&data);
+    // beyond 2^31 bytes: a sparse shard of 2.2 GiB, its last window read through 64-bit offsets
+    int64_t big = (int64_t)550 << 20;
+    memset(&data, 0, sizeof data);
+    check(dataset_read(&data, &data.train, write_tokens(big, 258, TOKENS_MAGIC, 0), &tokenizer) == 0, "%s",
+          error_message);
+    dataset_finish(&data, 8);
+    check(data.train.n_windows == big / 8, "%lld windows", (long long)data.train.n_windows);
+    valid = split_read(&data.train, data.train.n_windows - 1, 8, tokens, targets);
+    check(valid == 7 && tokens[0] == 0 && targets[7] == -1, "last window of a big shard: %d", valid);
+    dataset_close(&data);
+    unlink(scratch_path("shard.bin"));
+}
+
+// Every window once an epoch, another order each epoch, and the same order whatever the batch size.
+static void test_data_order(void) {
+    Split split;
+    memset(&split, 0, sizeof split);
+    split.n_windows = 37;
+    int changed = 0, by_seed = 0;
+    for (int epoch = 0; epoch < 3; epoch++) {
+        char seen[37] = {0};
+        for (int i = 0; i < 37; i++) {
+            int64_t window = split_order(&split, (int64_t)epoch * 37 + i, 1);
+            check(window >= 0 && window < 37 && !seen[window], "epoch %d sample %d", epoch, i);
+            seen[window] = 1;
+            changed += window != split_order(&split, i, 1);
+            by_seed += window != split_order(&split, (int64_t)epoch * 37 + i, 2);
+        }
+    }
+    check(changed > 60 && by_seed > 90, "the order does not change: %d %d", changed, by_seed);
+}
+
+static void test_tokenizer(void) {
+    Tokenizer tokenizer = byte_tokenizer();
+    uint32_t ids[600];
+    char text[256], out[8];
+    for (int i = 0; i < 256; i++) text[i] = (char)i;
+    check(tokenizer_encode(&tokenizer, ids, text, 256) == 256, "length");
+    for (int i = 0; i < 256; i++)
+        check(ids[i] == (uint32_t)i && tokenizer_decode(&tokenizer, out, ids[i]) == 1 && out[0] == (char)i, "byte %d",
+              i);
+    check(tokenizer_decode(&tokenizer, out, BYTE_EOS) == 0, "a mark has bytes");
+    json_t *files = tokenizer_byte_files();
+    const char *json = json_string_value(json_object_get(files, "tokenizer.json"));
+    Tokenizer again;
+    tokenizer_open(&again, json, BYTE_VOCAB);
+    check(again.kind == TOKENIZER_BYTE && again.bos == 256, "its own file is not known again");
+    tokenizer_open(&again, "{\"model\":{}}", BYTE_VOCAB);
+    check(again.kind == TOKENIZER_NONE, "another tokenizer.json is taken for bytes");
+    tokenizer_open(&again, json, 200);
+    check(again.kind == TOKENIZER_NONE, "a vocabulary too small for bytes");
+    json_decref(files);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The program: whole runs in a process of their own
+
+// Runs this executable as `train` with the words of a command line ("@" stands for the scratch folder) and variables
+// ("NAME=value", NULL: none). Standard output and error go to a file, of which up to size-1 bytes come back. Returns
+// the exit status, 128 + signal when killed.
+static char run_output[65536];
+
+static int run_child(const char *variables, const char *command) {
+    char text[8192], *words[64], *at = text;
+    int n = 0, status;
+    size_t used = 0;
+    for (const char *c = command; *c != '\0' && used < sizeof text - PATH_MAX; c++) {
+        if (*c == '@')
+            used += (size_t)sprintf(text + used, "%s", test_folder);
+        else
+            text[used++] = *c;
+    }
+    text[used] = '\0';
+    words[n++] = (char *)"train";
+    words[n++] = (char *)"--program";
+    while ((words[n] = strtok(at, " ")) != NULL && n < 62) at = NULL, n++;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+        dup2(fd, 1);
+        dup2(fd, 2);
+        if (variables != NULL) putenv(strdup(variables));
+        execv("/proc/self/exe", words);
+        _exit(127);
+    }
+    waitpid(child, &status, 0);
+    FILE *file = fopen(scratch_path("output"), "rb");
+    size_t length = file != NULL ? fread(run_output, 1, sizeof run_output - 1, file) : 0;
+    if (file != NULL) fclose(file);
+    run_output[length] = '\0';
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+static void check_run(int expected, const char *variables, const char *command, const char *part) {
+    int status = run_child(variables, command);
+    check(status == expected, "'%s' ends with %d, not %d:\n%s", command, status, expected, run_output);
+    if (part != NULL) check(strstr(run_output, part) != NULL, "'%s' does not say '%s':\n%s", command, part, run_output);
+}
+
+static int same_file(const char *a, const char *b) {
+    FileMap x, y;
+    char path_a[PATH_MAX], path_b[PATH_MAX];
+    snprintf(path_a, sizeof path_a, "%s", scratch_path(a));
+    snprintf(path_b, sizeof path_b, "%s", scratch_path(b));
+    if (file_map(&x, path_a) || file_map(&y, path_b)) return 0;
+    int same = x.size == y.size && memcmp(x.data, y.data, x.size) == 0;
+    file_unmap(&x);
+    file_unmap(&y);
+    return same;
+}
+
+static void check_same_run(const char *a, const char *b) {
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    for (int i = 0; i < 2; i++) {
+        char path_a[512], path_b[512];
+        snprintf(path_a, sizeof path_a, "%s/latest/%s", a, files[i]);
+        snprintf(path_b, sizeof path_b, "%s/latest/%s", b, files[i]);
+        check(same_file(path_a, path_b), "%s and %s differ in %s", a, b, files[i]);
+    }
+}
+
+#define SMALL                                                                                                          \
+    "--init d=32,layers=2,heads=4,kv=2,ffn=48,vocab=258,ctx=64 -d @/corpus.jsonl -b 6 -t 16 -l 1e-2 --threads 2 "
+
+static void write_corpus(void) {
+    FILE *file = fopen(scratch_path("corpus.jsonl"), "w");
+    for (int i = 0; i < 120; i++)
+        fprintf(file, "{\"text\": \"number %d is %s and its square is %d\"}\n", i, i % 2 ? "odd" : "even", i * i);
+    fclose(file);
+}
+
+// N steps equal N/2, stop, resume, N/2, byte for byte: plain, with accumulation, with recompute, under every schedule.
+static void test_resume(void) {
+    static const char *const variants[] = {"", "--micro-batch 2", "--micro-batch 4 --recompute --schedule-lr linear"};
+    char command[1024];
+    write_corpus();
+    for (int i = 0; i < 3; i++) {
+        snprintf(command, sizeof command, SMALL "-n 12 %s -o @/whole%d", variants[i], i);
+        check_run(0, NULL, command, "done: 12 steps");
+        snprintf(command, sizeof command, SMALL "-n 12 %s -o @/half%d --stop-after 5", variants[i], i);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "-o @/half%d --resume", i);
+        check_run(0, NULL, command, "done: 12 steps");
+        char whole[32], half[32];
+        snprintf(whole, sizeof whole, "whole%d", i);
+        snprintf(half, sizeof half, "half%d", i);
+        check_same_run(whole, half);
+    }
+    check(same_file("whole0/best.bin", "half0/best.bin"), "the best weights differ");
+    check_run(0, NULL, "-o @/half0 --resume", "is complete: 12 of 12");
+    check_run(0, NULL, "-o @/half0 --resume -n 14", "--steps differs from the run's");
+    check_run(1, NULL, "-o @/half0 --resume -n 20 -t 8", "--seq differs from the run's");
+    check_run(1, NULL, "-o @/half0 --resume -n 20 -d @/whole0/log.jsonl", "no \"text\" string");
+    check_run(1, NULL, SMALL "-n 12 -o @/half0", "already holds a run");
+    check_run(1, NULL, "--resume -o @/nowhere", "holds no checkpoint");
+    FILE *file = fopen(scratch_path("corpus.jsonl"), "a");
+    fprintf(file, "{\"text\": \"one more\"}\n");
+    fclose(file);
+    check_run(1, NULL, "-o @/half0 --resume -n 20", "the data differ");
+    write_corpus();
+    // the log holds every step once, across the resume
+    FileMap map;
+    int steps[13] = {0}, starts = 0;
+    if (check(file_map(&map, scratch_path("half1/log.jsonl")) == 0, "%s", error_message)) {
+        const char *text = (const char *)map.data, *end = text + map.size;
+        while (text < end) {
+            const char *newline = (const char *)memchr(text, '\n', (size_t)(end - text));
+            if (!check(newline != NULL, "the log's last line has no end")) break;
+            json_t *json = json_loadb(text, (size_t)(newline - text), 0, NULL);
+            json_t *step = json_object_get(json, "step");
+            check(json != NULL, "a line of the log is no JSON");
+            if (step != NULL) steps[json_integer_value(step)]++;
+            starts += json_object_get(json, "options") != NULL;
+            if (json_integer_value(step) > 0)
+                check(json_is_real(json_object_get(json, "loss")) && json_is_real(json_object_get(json, "lr")) &&
+                          json_is_real(json_object_get(json, "grad_norm")) &&
+                          json_is_integer(json_object_get(json, "tokens")) &&
+                          json_is_real(json_object_get(json, "tok_s")) &&
+                          json_is_real(json_object_get(json, "elapsed")),
+                      "a field is missing in %.*s", (int)(newline - text), text);
+            json_decref(json);
+            text = newline + 1;
+        }
+        file_unmap(&map);
+    }
+    check(starts == 2, "%d start lines", starts);
+    for (int i = 0; i <= 12; i++) check(steps[i] == 1, "step %d is in the log %d times", i, steps[i]);
+}
+
+// The run ends at every sync in turn, as after kill -9 there; what is left resumes to the same bits.
+static void test_crashes(void) {
+    int points = 0;
+    write_corpus();
+    check_run(0, NULL, SMALL "-n 6 --save-every 2 --keep 1 --val-every 2 -o @/calm", "done: 6 steps");
+    for (int at = 1; at < 200; at++) {
+        char variable[64];
+        snprintf(variable, sizeof variable, "TEST_DIE_AT=%d", at);
+        int status = run_child(variable, SMALL "-n 6 --save-every 2 --keep 1 --val-every 2 -o @/shot");
+        if (status == 0) break;
+        points++;
+        if (!check(status == 99, "died with %d at sync %d:\n%s", status, at, run_output)) break;
+        if (checkpoint_latest(scratch_path("shot")) >= 0) {
+            check_run(0, NULL, "-o @/shot --resume", NULL);
+        } else { // nothing was whole yet: start again in the same place
+            unlink(scratch_path("shot/log.jsonl"));
+            check_run(0, NULL, SMALL "-n 6 --save-every 2 --keep 1 --val-every 2 -o @/shot", "done: 6 steps");
+        }
+        check_same_run("calm", "shot");
+        check(system_remove("shot") == 0, "cannot clear up");
+    }
+    check(points > 15, "only %d syncs in a run with three checkpoints", points);
+}
+
+// A full disk: the failing save is named, the last whole step stays, training goes on; the last save decides the exit.
+static void test_disk_full(void) {
+    write_corpus();
+    check_run(1, "TEST_FILE_LIMIT=200000", SMALL "-n 4 --save-every 2 -o @/full", "File too large");
+    check(strstr(run_output, "training goes on") != NULL && strstr(run_output, "step 4/4") != NULL,
+          "the run did not go on:\n%s", run_output);
+    check(checkpoint_latest(scratch_path("full")) == -1 && !file_exists(scratch_path("full/step_00000002.tmp")),
+          "a part was left behind");
+    check_run(0, NULL, SMALL "-n 2 -o @/full2", "done");
+    check_run(1, "TEST_FILE_LIMIT=200000", "-o @/full2 --resume -n 4 --save-every 3", "File too large");
+    check(checkpoint_latest(scratch_path("full2")) == 2, "the whole step is gone");
+    check_run(0, NULL, "-o @/full2 --resume -n 4", "done: 4 steps");
+}
+
+// A weight that is NaN: updates are skipped and counted, nothing is saved, and the run gives up.
+static void test_nan(void) {
+    Stage stage;
+    Config config;
+    write_corpus();
+    check(config_from_spec(&config, "d=32,layers=2,heads=4,kv=2,ffn=48,vocab=258,ctx=64") == 0 &&
+              stage_table(&stage, &config) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 && stage_alloc(&stage) == 0,
+          "%s", error_message);
+    stage_init(&stage, 1);
+    stage.side_files = tokenizer_byte_files();
+    // only sequences with a '7' in them meet the NaN: those steps are skipped, the others count
+    stage.p.embed[(size_t)'7' * 32] = NAN;
+    check(stage_save_native(&stage, scratch_path("nan.bin"), DTYPE_F32) == 0, "%s", error_message);
+    stage_free(&stage);
+    check_run(1, NULL, "-m @/nan.bin -d @/corpus.jsonl -b 1 -t 16 -n 60 -o @/nan --save-every 1", "not saved");
+    check(strstr(run_output, "update skipped") != NULL, "no skipped step:\n%s", run_output);
+    check(checkpoint_latest(scratch_path("nan")) == -1, "a checkpoint with a NaN was saved");
+    check_run(1, NULL, "-m @/nan.bin -d @/corpus.jsonl -b 40 -t 16 -n 60 -o @/nan2 --save-every 30",
+              "20 steps in a row");
+    check_run(1, NULL, "-m @/nan.bin --check-weights --eval --val-data @/corpus.jsonl", "element 1760 is nan");
+}
+
+// Ctrl-C while training: the step is finished, saved, and the message says how to go on.
+static void test_interrupt(void) {
+    char log[PATH_MAX + 64];
+    int status = 0;
+    write_corpus();
+    snprintf(log, sizeof log, "%s", scratch_path("ctrl/log.jsonl"));
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        char out[PATH_MAX + 64], corpus[PATH_MAX + 64];
+        int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+        snprintf(out, sizeof out, "%s", scratch_path("ctrl"));
+        snprintf(corpus, sizeof corpus, "%s", scratch_path("corpus.jsonl"));
+        dup2(fd, 1);
+        execl("/proc/self/exe", "train", "--program", "--init", "tiny", "-d", corpus, "-b", "4", "-t", "16", "-n",
+              "1000000", "--val-every", "100000000", "--save-every", "100000000", "-o", out, (char *)NULL);
+        _exit(127);
+    }
+    for (;;) { // wait for the log to show a step
+        FileMap map;
+        if (waitpid(child, &status, WNOHANG) != 0) break;
+        int seen = 0;
+        if (file_map(&map, log) == 0) {
+            seen = map.size > 0 && memmem(map.data, map.size, "\"step\":3,", 9) != NULL;
+            file_unmap(&map);
+        }
+        if (seen) break;
+        usleep(1000);
+    }
+    kill(child, SIGINT);
+    waitpid(child, &status, 0);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "ended with status %d", status);
+    int64_t step = checkpoint_latest(scratch_path("ctrl"));
+    check(step >= 3, "the latest checkpoint is %lld", (long long)step);
+    char command[256];
+    snprintf(command, sizeof command, "--resume -o @/ctrl -n %lld", (long long)step + 2);
+    check_run(0, NULL, command, "done:");
+}
+
+// The other things the program does, and mistakes people make.
+static void test_program(void) {
+    write_corpus();
+    check_run(0, NULL, SMALL "-n 30 -o @/run --val-every 10 --sample-every 15 --max-tokens 20", "sample at step 15");
+    check_run(0, NULL, "-m @/run --eval -d @/corpus.jsonl -t 16", "bits a byte");
+    check_run(0, NULL, "-m @/run --eval --val-data @/corpus.jsonl -t 16 --val-tokens 0", "validation loss");
+    check_run(0, NULL, "-m @/run --generate number --max-tokens 20 --seed 4", "number");
+    char *first = strdup(run_output);
+    check_run(0, NULL, "-m @/run/latest/model.bin --generate number --max-tokens 20 --seed 4", first);
+    free(first);
+    check_run(0, NULL, "-m @/run --generate number --max-tokens 1000 --temperature 0", "number");
+    check_run(1, NULL, "-m @/run --generate 0123456789012345678901234567890123456789012345678901234567890123456789",
+              "nothing is left to generate");
+    check_run(0, NULL, "-m @/run --export @/out.bin", "exported");
+    check_run(0, NULL, "-m @/run --export @/out --export-dtype fp32", "exported");
+    check_run(0, NULL, "-m @/out --eval --val-data @/corpus.jsonl -t 16 --val-tokens 0", "validation loss");
+    check_run(0, NULL, "-m @/out -d @/corpus.jsonl --dry-run", "activations");
+    check_run(0, NULL, "--init llama-3-8b -d data/fixtures/tokens.bin --dry-run -t 128", "8.03 G");
+    check_run(0, NULL, "--help", "--mask-rate");
+    check_run(1, NULL, "-d @/corpus.jsonl", "no model");
+    check_run(1, NULL, "--init tiny -m @/run -d @/corpus.jsonl", "not both");
+    check_run(1, NULL, "--init tiny -d @/corpus.jsonl -t 1000", "beyond the model's context of 256");
+    check_run(1, NULL, "--init llama-3.2-1b -d @/corpus.jsonl", "vocabulary 128256");
+    check_run(1, NULL, "--init tiny -d @/corpus.jsonl -o @/corpus.jsonl -n 1", "not a folder");
+    check_run(1, NULL, "--init llama-3-8b -d data/fixtures/tokens.bin -b 1 -t 16 -n 1 -o @/big", "the machine has");
+    check_run(1, NULL, "-m @/corpus.jsonl --eval", "not a safetensors file");
+    check_run(1, NULL, "--init tiny --generate x --resume", "training only");
+    // fewer samples than a batch: the batch wraps into the next epochs
+    write_file(scratch_path("few.txt"), "only a few words here, far less than a batch", 44);
+    check_run(0, NULL, "--init tiny -d @/few.txt -b 9 -t 16 -n 3 -o @/few", "done: 3 steps");
+    check(strstr(run_output, "0 held out") != NULL || strstr(run_output, "held out") != NULL, "%s", run_output);
+    write_file(scratch_path("nothing.jsonl"), "{\"text\": \"\"}\n\n", 14);
+    check_run(1, NULL, "--init tiny -d @/nothing.jsonl -n 3 -o @/nothing", "no training tokens");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
+    {"checks_can_fail", test_checks_can_fail},
+    {"rand", test_rand},
+    {"exp", test_exp},
+    {"bf16", test_bf16},
+    {"embedding", test_embedding},
+    {"rmsnorm", test_rmsnorm},
+    {"rope", test_rope},
+    {"matmul", test_matmul},
+    {"attention", test_attention},
+    {"attention_backward_blocks", test_attention_backward_blocks},
+    {"swiglu", test_swiglu},
+    {"cross_entropy", test_cross_entropy},
+    {"adamw", test_adamw},
+    {"learning_rate", test_learning_rate},
     {"model_against_pytorch", test_model_against_pytorch},
+    {"model_variants", test_model_variants},
+    {"model_masked", test_model_masked},
+    {"kv_cache", test_kv_cache},
+    {"sampling", test_sampling},
+    {"safetensors", test_safetensors},
+    {"model_files", test_model_files},
+    {"config", test_config},
+    {"options", test_options},
+    {"tokenizer", test_tokenizer},
+    {"text_data", test_text_data},
+    {"token_data", test_token_data},
+    {"data_order", test_data_order},
+    {"resume", test_resume},
+    {"crashes", test_crashes},
+    {"disk_full", test_disk_full},
+    {"nan", test_nan},
+    {"interrupt", test_interrupt},
+    {"program", test_program},
 };
 
+// The executable is also the program under test: `test_gpt --program WORDS` is `train WORDS`, with faults on request.
+static int program_under_test(int argc, char **argv) {
+    const char *die_at = getenv("TEST_DIE_AT"), *limit = getenv("TEST_FILE_LIMIT");
+    if (die_at != NULL) file_die_at = atoi(die_at);
+    if (limit != NULL) {
+        struct rlimit size = {(rlim_t)atol(limit), (rlim_t)atol(limit)};
+        signal(SIGXFSZ, SIG_IGN);
+        setrlimit(RLIMIT_FSIZE, &size);
+    }
+    return program(argc - 1, argv + 1);
+}
+
 int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], "--program") == 0) return program_under_test(argc, argv);
+    snprintf(test_folder, sizeof test_folder, "/tmp/test_gpt.XXXXXX");
+    if (mkdtemp(test_folder) == NULL) {
+        perror(test_folder);
+        return 1;
+    }
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) continue;
         int failed = checks_failed;
@@ -201,7 +1875,9 @@ int main(int argc, char **argv) {
         test_name = tests[i].name;
         tests[i].run();
         printf("%-4s %-40s %6.2f s\n", checks_failed == failed ? "ok" : "FAIL", test_name, seconds() - start);
+        fflush(stdout);
     }
+    if (system_remove("") != 0) printf("%s is left behind\n", test_folder);
     printf("%d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed != 0;
 }

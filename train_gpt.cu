@@ -933,12 +933,14 @@ static int run_log_start(Trainer *trainer, const char *kind) {
 static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
     char hash[32];
+    json_t *options = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
+    json_object_del(options, "stop-after"); // of this session, not of the run
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
     return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:s, s:o}", "meshtune", MESHTUNE_VERSION, "step",
                      (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
                      "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
                      isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", hash, "options",
-                     cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
+                     options);
 }
 
 static int stage_is_finite(const Stage *stage, Stream *stream) {
