@@ -2,6 +2,7 @@
 #
 #   make train          the program            make bench    speed against this machine's limits
 #   make plot RUN=dir   loss curves            make lint     format, warnings, cppcheck
+# `make test TEST=name` runs the tests whose name contains it.
 # Variables: PRECISION is a run-time option (--precision); SANITIZE=1 builds test_gpt with ASan and UBSan.
 
 CC ?= gcc
@@ -39,7 +40,7 @@ data/medical/train.jsonl: data/medical/prepare.sh
 
 test: setup
 	@$(MAKE) --no-print-directory build/test_gpt$(SANITIZE) train medical
-	build/test_gpt$(SANITIZE)
+	OMP_WAIT_POLICY=passive build/test_gpt$(SANITIZE) $(TEST)
 
 demo: setup
 	@$(MAKE) --no-print-directory train medical

@@ -427,7 +427,7 @@ static void matmul_case(int N, int K, int M, Precision precision, int accumulate
     int64_t largest = (int64_t)N * M;
     if ((int64_t)N * K > largest) largest = (int64_t)N * K;
     if ((int64_t)M * K > largest) largest = (int64_t)M * K;
-    float *expected = (float *)malloc(sizeof(float) * (size_t)largest);
+    float *expected = (float *)calloc((size_t)largest, sizeof(float));
     for (int64_t i = 0; accumulate && i < (int64_t)N * M; i++) out[i] = 1.0f;
     for (int64_t i = 0; accumulate && i < (int64_t)M * K; i++) dw[i] = 2.0f;
     matmul_forward(out, x, w, N, K, M, accumulate, stream);
@@ -1229,7 +1229,8 @@ static void test_config(void) {
                      {"tinyllama-1.1b", 1100048384}};
     Config config, again;
     for (size_t i = 0; i < sizeof published / sizeof *published; i++) {
-        Stage stage = {0};
+        Stage stage;
+        memset(&stage, 0, sizeof stage);
         if (!check(config_from_spec(&config, published[i].preset) == 0, "%s", error_message)) continue;
         check(config_n_params(&config) == published[i].params, "%s has %lld", published[i].preset,
               (long long)config_n_params(&config));

@@ -794,7 +794,7 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
                                n, T_max);
     }
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
-        char text[8];
+        char text[8] = "";
         stage_forward(stage, tokens, 1, n, &cache, stream);
         matmul_forward(stage->logits, stage->normed + (size_t)(n - 1) * stage->config.channels, stage->p.head, 1,
                        stage->config.channels, V, 0, stream);
@@ -802,7 +802,8 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
         int id = sample_token(stage->logits, V, opts->temperature, opts->top_p, u, work);
         if (id == tokenizer->eos) break;
-        fwrite(text, 1, (size_t)tokenizer_decode(tokenizer, text, (uint32_t)id), out);
+        int n_bytes = tokenizer_decode(tokenizer, text, (uint32_t)id);
+        fwrite(text, 1, (size_t)n_bytes, out);
         fflush(out);
         tokens[0] = (uint32_t)id, n = 1;
     }

@@ -51,6 +51,17 @@ static inline const SafeTensor *model_file_find(const ModelFile *file, const cha
     return NULL;
 }
 
+// A shard's name is a plain file name and the file is there.
+static inline int model_file_check_shard(const char *folder, const char *index_path, const char *tensor,
+                                         const char *shard) {
+    char path[PATH_MAX];
+    if (shard == NULL || strchr(shard, '/') != NULL || strstr(shard, "..") != NULL)
+        return error_set("%s: %s: the shard name is not a plain file name", index_path, tensor);
+    if (path_join(path, folder, shard) || !file_exists(path))
+        return error_set("%s: shard %s is missing (tensor %s is in it)", index_path, shard, tensor);
+    return 0;
+}
+
 // Opens the shards an index names: every one must exist beside it and hold what the index says.
 static inline int model_file_open_index(ModelFile *file, const char *folder, const char *index_path) {
     char path[PATH_MAX];
@@ -65,27 +76,20 @@ static inline int model_file_open_index(ModelFile *file, const char *folder, con
     json_t *weights = json_object_get(index, "weight_map");
     if (!json_is_object(weights) || json_object_size(weights) == 0)
         result = error_set("%s: %s", index_path, index == NULL ? error.text : "no weight_map in it");
-    for (int pass = 0; pass < 2 && result == 0; pass++) { // all shards are looked for before one is opened
-        json_object_foreach(weights, name, shard) {
-            const char *shard_name = json_string_value(shard);
-            if (result != 0) break;
-            if (shard_name == NULL || strchr(shard_name, '/') != NULL || strstr(shard_name, "..") != NULL)
-                result = error_set("%s: %s: the shard name is not a plain file name", index_path, name);
-            else if (path_join(path, folder, shard_name) || !file_exists(path))
-                result = error_set("%s: shard %s is missing (tensor %s is in it)", index_path, shard_name, name);
-            else if (pass == 1 && json_object_get(seen, shard_name) == NULL) {
-                result = model_file_add_shard(file, path);
-                json_object_set_new(seen, shard_name, json_integer(file->n_shards - 1));
-            }
-        }
+    json_object_foreach(weights, name, shard) { // all shards are looked for before one is opened
+        if (result == 0) result = model_file_check_shard(folder, index_path, name, json_string_value(shard));
     }
-    if (result == 0) {
-        json_object_foreach(weights, name, shard) {
-            const char *shard_name = json_string_value(shard);
-            int at = (int)json_integer_value(json_object_get(seen, shard_name));
-            if (result == 0 && safetensors_find(&file->shards[at], name) == NULL)
-                result = error_set("%s: %s is not in shard %s", index_path, name, shard_name);
-        }
+    json_object_foreach(weights, name, shard) {
+        const char *shard_name = json_string_value(shard);
+        if (result != 0 || json_object_get(seen, shard_name) != NULL) continue;
+        result = path_join(path, folder, shard_name) ? -1 : model_file_add_shard(file, path);
+        json_object_set_new(seen, shard_name, json_integer(file->n_shards - 1));
+    }
+    json_object_foreach(weights, name, shard) {
+        const char *shard_name = json_string_value(shard);
+        int64_t at = json_integer_value(json_object_get(seen, shard_name));
+        if (result == 0 && safetensors_find(&file->shards[at], name) == NULL)
+            result = error_set("%s: %s is not in shard %s", index_path, name, shard_name);
     }
     json_decref(seen);
     json_decref(index);
