@@ -20,7 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
+#include <sys/file.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -54,9 +54,11 @@ typedef struct {
     TextList data, val_data;
     float val_fraction, lr, lr_final, wd, beta1, beta2, adam_eps, clip, temperature, top_p, mask_rate;
     int batch, micro_batch, seq, schedule_lr, precision, recompute, threads, keep, export_dtype, max_tokens;
-    int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every;
+    int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
+
+static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 
 #define FIELD(name) OPTION_FIELD(Options, name)
 // clang-format off
@@ -69,12 +71,12 @@ static const Option option_table[] = {
 { "",   "val-fraction",  OPTION_FLOAT,  FIELD(val_fraction), "0.05", 0,     0.5,    NULL, "share of -d held out" },
 { "-o", "out",           OPTION_TEXT,   FIELD(out),          "",     0,     0,      NULL, "folder of the run; default: the next free runs/N" },
 { "-b", "batch",         OPTION_INT,    FIELD(batch),        "32",   1,     1e6,    NULL, "sequences a step" },
-{ "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = about 2048 tokens" },
+{ "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = about 1024 tokens" },
 { "-t", "seq",           OPTION_INT,    FIELD(seq),          "0",    0,     1e6,    NULL, "tokens of a sequence; 0 = min(2048, the model's context)" },
 { "-n", "steps",         OPTION_INT64,  FIELD(steps),        "0",    0,     1e9,    NULL, "optimizer steps; 0 = max(200, 3 epochs)" },
 { "-l", "lr",            OPTION_FLOAT,  FIELD(lr),           "2e-5", 0,     10,     NULL, "peak learning rate" },
 { "",   "warmup",        OPTION_INT64,  FIELD(warmup),       "-1",   -1,    1e9,    NULL, "steps of linear warm-up; -1 = 3% of the steps" },
-{ "",   "schedule-lr",   OPTION_CHOICE, FIELD(schedule_lr),  "cosine", 0,   0,      "cosine|linear|constant", "after the warm-up" },
+{ "",   "schedule-lr",   OPTION_CHOICE, FIELD(schedule_lr),  "cosine", 0,   0,      lr_shapes, "after the warm-up" },
 { "",   "lr-final",      OPTION_FLOAT,  FIELD(lr_final),     "0.1",  0,     1,      NULL, "last learning rate as a share of the peak" },
 { "",   "wd",            OPTION_FLOAT,  FIELD(wd),           "0.01", 0,     10,     NULL, "weight decay, not on norms" },
 { "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "0.9",  0,     0.9999, NULL, "AdamW" },
@@ -92,9 +94,9 @@ static const Option option_table[] = {
 { "",   "threads",       OPTION_INT,    FIELD(threads),      "0",    0,     1024,   NULL, "0 = one a core" },
 { "",   "precision",     OPTION_CHOICE, FIELD(precision),    "auto", 0,     0,      "auto|bf16|fp32", "inputs of matrix products; auto = bf16 where the CPU has it" },
 { "",   "recompute",     OPTION_FLAG,   FIELD(recompute),    "0",    0,     1,      NULL, "recompute activations in backward: less memory, same bits" },
-{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0,      NULL, "share of boundary values not sent; this version has no mesh: 0" },
-{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "1",    1,     1,      NULL, "data-parallel replicas; this version has no mesh: 1" },
-{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "1",    1,     1,      NULL, "pipeline stages; this version has no mesh: 1" },
+{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of boundary values not sent; there is no mesh yet: 0" },
+{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "1",    1,     1e6,    NULL, "data-parallel replicas; there is no mesh yet: 1" },
+{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "1",    1,     1e6,    NULL, "pipeline stages; there is no mesh yet: 1" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
 { "",   "max-tokens",    OPTION_INT,    FIELD(max_tokens),   "200",  1,     1e6,    NULL, "length of what is generated" },
@@ -104,6 +106,7 @@ static const Option option_table[] = {
 { "",   "export-dtype",  OPTION_CHOICE, FIELD(export_dtype), "bf16", 0,     0,      "bf16|fp32", "of exported weights" },
 { "",   "check-weights", OPTION_FLAG,   FIELD(check_weights), "0",   0,     1,      NULL, "look for NaN and infinity in a loaded model" },
 { "",   "dry-run",       OPTION_FLAG,   FIELD(dry_run),      "0",    0,     1,      NULL, "print parameters, memory, tokens and steps, then exit" },
+{ "-h", "help",          OPTION_FLAG,   FIELD(help),         "0",    0,     1,      NULL, "print this" },
 };
 // clang-format on
 enum { OPTION_COUNT = sizeof option_table / sizeof *option_table };
@@ -281,9 +284,15 @@ static void stage_free(Stage *stage) {
     memset(stage, 0, sizeof *stage);
 }
 
-// Rows of logits that exist at once: 32 M floats at most, 128 MB.
+#ifdef TESTING
+#define LOGITS_MAX 4000 // small shapes have several chunks too
+#else
+#define LOGITS_MAX ((int64_t)32 << 20) // 128 MB
+#endif
+
+// Rows of logits that exist at once.
 static int logits_chunk(const Config *config, int64_t N) {
-    int64_t rows = ((int64_t)32 << 20) / config->vocab;
+    int64_t rows = LOGITS_MAX / config->vocab;
     if (rows < 1) rows = 1;
     return (int)(rows < N ? rows : N);
 }
@@ -296,7 +305,9 @@ typedef struct {
 
 static float *carve(Carver *carver, int64_t n) {
     float *piece = carver->base != NULL ? carver->base + carver->used : NULL;
-    carver->used += round_up(n, DEVICE_ALIGN / 4);
+    int64_t taken = round_up(n, DEVICE_ALIGN / 4) + DEVICE_GAP / 4;
+    if (piece != NULL) device_forbid(piece + n, (size_t)(taken - n) * sizeof(float));
+    carver->used += taken;
     return piece;
 }
 
@@ -348,10 +359,54 @@ static int64_t stage_carve(Stage *stage, float *base) {
     return carver.used;
 }
 
-// Bytes of parameters, gradients and moments, and of activations.
-static void stage_bytes(const Stage *stage, int64_t *state, int64_t *acts) {
-    *state = stage->arena_floats * 4 * (stage->training ? 4 : 1);
-    *acts = stage->acts_floats * 4;
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+// What a stage takes, in bytes.
+typedef struct {
+    int64_t params, grads, moments, acts, scratch;
+} StageBytes;
+
+// scratch: what the ops keep between calls, attention's blocks for every thread and bf16 copies of operands.
+static StageBytes stage_bytes(const Stage *stage, Precision precision, int threads) {
+    const Config *config = &stage->config;
+    int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
+    int64_t head = round_up(config->head_dim, 16), T = round_up(stage->max_T, 16), floats = stage->arena_floats;
+    int64_t attention = threads * (9 * T * head + T + 2 * ATTENTION_BLOCK * ATTENTION_BLOCK) * 4;
+    int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
+    int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
+    int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
+    StageBytes bytes = {floats * 4, 0, 0, stage->acts_floats * 4, attention};
+    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 8;
+    if (precision == PRECISION_BF16) bytes.scratch += operands;
+    return bytes;
+}
+
+static int64_t stage_bytes_sum(const StageBytes *bytes) {
+    return bytes->params + bytes->grads + bytes->moments + bytes->acts + bytes->scratch;
+}
+
+// Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
+static int64_t memory_limit(void) {
+    int64_t memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    long long limit;
+    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
+    if (file == NULL) return memory;
+    if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < memory) memory = limit;
+    fclose(file);
+    return memory;
+}
+
+// 0, or -1 if the machine cannot hold the stage.
+static int stage_fits(const Stage *stage, Precision precision, int threads) {
+    StageBytes bytes = stage_bytes(stage, precision, threads);
+    int64_t needed = stage_bytes_sum(&bytes), memory = memory_limit();
+    if (needed <= memory) return 0;
+    return error_set("%.1f GB are needed (parameters and optimizer %.1f, activations %.1f), the machine has %.1f%s",
+                     1e-9 * (double)needed, 1e-9 * (double)(bytes.params + bytes.grads + bytes.moments),
+                     1e-9 * (double)(bytes.acts + bytes.scratch), 1e-9 * (double)memory,
+                     stage->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
 }
 
 // Sets what the stage will be used for and counts its memory; nothing large is allocated yet.
@@ -364,16 +419,10 @@ static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     return 0;
 }
 
-// Allocates what stage_plan counted, unless the machine cannot hold it.
-static int stage_alloc(Stage *stage) {
-    int64_t state, acts, memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+// Allocates what stage_plan counted.
+static int stage_alloc(Stage *stage, Stream *stream) {
     float inv_freq[2048];
-    stage_bytes(stage, &state, &acts);
-    if (memory > 0 && state + acts > memory)
-        return error_set("%.1f GB are needed (%.1f parameters and optimizer, %.1f activations), the machine has %.1f; "
-                         "try --recompute, a smaller --micro-batch or --seq",
-                         1e-9 * (double)(state + acts), 1e-9 * (double)state, 1e-9 * (double)acts,
-                         1e-9 * (double)memory);
+    if (stage_fits(stage, stream->precision, stream->threads)) return -1;
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
     stage->params = (float *)device_alloc(bytes);
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
@@ -388,7 +437,7 @@ static int stage_alloc(Stage *stage) {
     if (stage->acts_arena == NULL) return -1;
     stage_carve(stage, stage->acts_arena);
     rope_inv_freq(inv_freq, stage->config.head_dim, &stage->config.rope);
-    rope_tables(stage->rope_cos, stage->rope_sin, inv_freq, stage->max_T, stage->config.head_dim);
+    rope_tables(stage->rope_cos, stage->rope_sin, inv_freq, stage->max_T, stage->config.head_dim, stream);
     return 0;
 }
 
@@ -416,7 +465,7 @@ static int stage_match(const Stage *stage, const ModelFile *file) {
     }
     for (int s = 0; s < file->n_shards; s++) {
         for (int i = 0; i < file->shards[s].n_tensors; i++) {
-            const char *name = file->shards[s].tensors[i].name;
+            const char *name = file->shards[s].tensors[i].name; // not in the table, but harmless:
             int known =
                 ends_with(name, "rotary_emb.inv_freq") || (stage->config.tied && strcmp(name, "lm_head.weight") == 0);
             for (int t = 0; t < stage->n_tensors && !known; t++) known = strcmp(stage->tensors[t].name, name) == 0;
@@ -431,13 +480,13 @@ static int stage_match(const Stage *stage, const ModelFile *file) {
 static int stage_load(Stage *stage, const ModelFile *file, int check) {
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
-        const SafeTensor *from = model_file_find(file, tensor->name);
+        const char *path;
+        const SafeTensor *from = model_file_find(file, tensor->name, &path);
         float *values = stage->params + tensor->offset;
         if (safetensor_read(values, from, 0, tensor->n)) return -1;
         for (int64_t j = 0; check && j < tensor->n; j++)
             if (!isfinite(values[j]))
-                return error_set("%s: %s: element %lld is %g", file->shards[0].path, tensor->name, (long long)j,
-                                 (double)values[j]);
+                return error_set("%s: %s: element %lld is %g", path, tensor->name, (long long)j, (double)values[j]);
     }
     stage->side_files = json_incref(file->side_files);
     return 0;
@@ -469,7 +518,7 @@ static int stage_save_native(const Stage *stage, const char *path, Dtype dtype) 
     const char *prefix = "";
     json_t *metadata = json_copy(stage->side_files);
     json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
-    char *text = config != NULL ? json_dumps(config, JSON_COMPACT) : NULL;
+    char *text = config != NULL ? json_dumps(config, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (metadata == NULL || text == NULL) return error_set("%s: out of memory", path);
     json_object_set_new(metadata, "format", json_string("pt"));
@@ -489,7 +538,7 @@ static int stage_save_folder(const Stage *stage, const char *folder, Dtype dtype
     char path[PATH_MAX], aside[PATH_MAX];
     const char *prefix = "", *name;
     json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16"), *side;
-    char *text = config != NULL ? json_dumps(config, JSON_INDENT(2)) : NULL;
+    char *text = config != NULL ? json_dumps(config, JSON_INDENT(2) | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (text == NULL) return error_set("%s: out of memory", folder);
     int result = file_make_folders(folder);
@@ -573,7 +622,7 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
 static void stage_forward(Stage *stage, const uint32_t *tokens, int B, int T, KvCache *cache, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = config->n_layers;
-    for (int n = 0; n < N; n++) stage->positions[n] = n % T + (cache != NULL ? cache->used : 0);
+    rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
     embedding_forward(stage->acts[0].x, tokens, stage->p.embed, N, C, stream);
     for (int l = 0; l < L; l++)
         layer_forward(stage, &stage->acts[l], &stage->p.layers[l], l + 1 < L ? stage->acts[l + 1].x : stage->last, l, B,
@@ -605,7 +654,8 @@ static void stage_backward(Stage *stage, const uint32_t *tokens, int B, int T, i
     device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C);
     rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C, stream);
     for (int l = config->n_layers - 1; l >= 0; l--) {
-        if (stage->recompute) layer_forward(stage, &stage->acts[l], &stage->p.layers[l], NULL, l, B, T, NULL, stream);
+        if (stage->recompute && l + 1 < config->n_layers) // the last layer's are still there
+            layer_forward(stage, &stage->acts[l], &stage->p.layers[l], NULL, l, B, T, NULL, stream);
         layer_backward(stage, &stage->acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first,
                        stream);
     }
@@ -712,6 +762,7 @@ static int evaluate(Stage *stage, const Dataset *data, const Tokenizer *tokenize
     double sum = 0.0;
     Batch batch;
     memset(out, 0, sizeof *out);
+    if (T > stage->max_T) return error_set("sequences of %d tokens in a stage made for %d", T, stage->max_T);
     if (max_tokens > 0 && limit < n_windows) n_windows = limit;
     if (batch_alloc(&batch, B, T)) {
         batch_free(&batch);
@@ -749,18 +800,19 @@ static int candidate_order(const void *a, const void *b) {
 }
 
 // Draws the next token from logits (V): temperature 0 is the likeliest, top_p keeps the smallest set of likeliest
-// tokens that reaches that probability (Holtzman et al. 2020). u in [0, 1).
+// tokens that reaches that probability (Holtzman et al. 2020). u in [0, 1). -1 if a logit is not finite.
 static int sample_token(const float *logits, int V, float temperature, float top_p, float u, Candidate *work) {
     float max = logits[0];
     double total = 0.0, kept = 0.0;
     int best = 0, n = 0;
     for (int v = 1; v < V; v++)
         if (logits[v] > max) max = logits[v], best = v;
-    if (temperature <= 0.0f) return best;
     for (int v = 0; v < V; v++) {
-        work[v].probability = expf((logits[v] - max) / temperature), work[v].id = v;
+        work[v].probability = expf((logits[v] - max) / (temperature > 0.0f ? temperature : 1.0f)), work[v].id = v;
         total += (double)work[v].probability;
     }
+    if (!isfinite(total)) return error_set("the model gives logits that are not finite; see --check-weights");
+    if (temperature <= 0.0f) return best;
     qsort(work, (size_t)V, sizeof *work, candidate_order);
     while (n < V && kept < (double)top_p * total) kept += (double)work[n++].probability;
     double point = (double)u * kept;
@@ -801,7 +853,8 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
         int id = sample_token(stage->logits, V, opts->temperature, opts->top_p, u, work);
-        if (id == tokenizer->eos) break;
+        if (id < 0) result = -1;
+        if (id < 0 || id == tokenizer->eos) break;
         int n_bytes = tokenizer_decode(tokenizer, text, (uint32_t)id);
         fwrite(text, 1, (size_t)n_bytes, out);
         fflush(out);
@@ -836,6 +889,8 @@ typedef struct {
 typedef struct {
     char path[PATH_MAX];
     FILE *log;
+    int lock;           // descriptor that holds the folder
+    int log_failed;     // a line could not be written; said once
     int terminal;       // stdout is one: a live line instead of a line a step
     int live;           // the live line is on the screen
     int64_t saved_step; // newest checkpoint of this process, -1: none
@@ -863,27 +918,75 @@ static void run_clear_line(Run *run) {
     run->live = 0;
 }
 
-// Finds the folder: -o, else for a new run the next free runs/N, else the newest of them.
-static int run_find(Run *run, const Options *opts) {
-    int number = 0;
-    char path[PATH_MAX];
-    if (opts->out[0] != '\0') return snprintf(run->path, sizeof run->path, "%s", opts->out) < 0 ? -1 : 0;
-    do {
-        snprintf(path, sizeof path, "runs/%d", ++number);
-    } while (file_exists(path));
-    if (opts->resume && --number == 0)
-        return error_set("--resume: there is no run under runs/; name its folder with -o");
-    snprintf(run->path, sizeof run->path, "runs/%d", number);
+// 1 if the option was on the command line.
+static int is_given(const Trainer *trainer, const char *name) {
+    for (int i = 0; i < OPTION_COUNT; i++)
+        if (strcmp(option_table[i].name, name) == 0) return trainer->given[i];
     return 0;
 }
 
-static int run_append(Run *run, json_t *line) {
-    char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(10));
+// Highest N of the folders runs/N, 0 if there is none.
+static int run_highest(void) {
+    DIR *folder = opendir("runs");
+    struct dirent *entry;
+    int highest = 0, number, used;
+    if (folder == NULL) return 0;
+    while ((entry = readdir(folder)) != NULL)
+        if (sscanf(entry->d_name, "%d%n", &number, &used) == 1 && entry->d_name[used] == '\0' && number > highest)
+            highest = number;
+    closedir(folder);
+    return highest;
+}
+
+// Names the folder: -o, else for a new run the next runs/N, else the last of them.
+static int run_find(Run *run, const Options *opts) {
+    int number = run_highest();
+    if (opts->out[0] != '\0') {
+        strcpy(run->path, opts->out); // an option is shorter than a path
+        return 0;
+    }
+    if (opts->resume && number == 0) return error_set("--resume: there is no run under runs/; name its folder with -o");
+    snprintf(run->path, sizeof run->path, "runs/%d", opts->resume ? number : number + 1);
+    return 0;
+}
+
+// Takes the folder for this process until it ends; two that write one run would ruin it.
+static int run_lock(Run *run) {
+    char path[PATH_MAX];
+    if (path_join(path, run->path, "lock")) return -1;
+    run->lock = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (run->lock < 0) return error_set("%s: open: %s", path, strerror(errno));
+    if (flock(run->lock, LOCK_EX | LOCK_NB) == 0) return 0;
+    return error_set("%s is in use by another process; wait for it, or give another -o", run->path);
+}
+
+// Makes the folder of a new run and takes it. A number that another start has taken meanwhile is passed over.
+static int run_create(Run *run, const Options *opts) {
+    char parent[PATH_MAX], path[PATH_MAX];
+    path_parent(parent, run->path);
+    if (file_make_folders(parent)) return -1;
+    while (mkdir(run->path, 0777) != 0) {
+        if (errno != EEXIST) return error_set("%s: mkdir: %s", run->path, strerror(errno));
+        if (opts->out[0] != '\0' && !file_is_folder(run->path))
+            return error_set("%s: exists and is not a folder", run->path);
+        if (opts->out[0] != '\0') break;
+        snprintf(run->path, sizeof run->path, "runs/%d", run_highest() + 1);
+    }
+    if (file_sync_folder(parent) || run_lock(run) || path_join(path, run->path, "log.jsonl")) return -1;
+    if (!file_exists(path) && checkpoint_latest(run->path) < 0) return 0;
+    return error_set("%s already holds a run; go on with it by --resume, or give another -o", run->path);
+}
+
+// Adds a line to log.jsonl. A log that cannot be written is said once and does not stop a training.
+static void run_append(Run *run, json_t *line) {
+    char *text = line != NULL ? json_dumps(line, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
     json_decref(line);
-    if (text == NULL) return error_set("%s/log.jsonl: out of memory for a line", run->path);
-    int failed = fprintf(run->log, "%s\n", text) < 0 || fflush(run->log) != 0;
+    int failed = text == NULL || fprintf(run->log, "%s\n", text) < 0 || fflush(run->log) != 0;
     free(text);
-    return failed ? error_set("write %s/log.jsonl: %s", run->path, strerror(errno)) : 0;
+    if (!failed || run->log_failed) return;
+    run_clear_line(run);
+    printf("train: write %s/log.jsonl: %s; the run goes on, its log has a gap\n", run->path, strerror(errno));
+    run->log_failed = 1;
 }
 
 // Opens log.jsonl; a resumed run drops what was logged after the step it goes on from.
@@ -902,20 +1005,23 @@ static int run_open_log(Run *run, int64_t resume_step) {
         while ((n = getline(&line, &room, old)) > 0) {
             json_t *json = json_loads(line, 0, NULL);
             const json_t *step = json_object_get(json, "step");
-            int keep = json != NULL && (step == NULL || json_integer_value(step) <= resume_step);
+            int keep = json != NULL && (step == NULL || (resume_step > 0 && json_integer_value(step) <= resume_step));
             json_decref(json);
             if (keep) file_write(&kept, line, (size_t)n);
         }
         free(line);
         fclose(old);
-        if (file_writer_close(&kept) || file_replace(aside, path)) return -1;
+        if (file_writer_close(&kept) || file_replace(aside, path)) {
+            unlink(aside);
+            return -1;
+        }
     }
     run->log = fopen(path, "ae");
     return run->log != NULL ? 0 : error_set("%s: open: %s", path, strerror(errno));
 }
 
 // The start line: every setting, the versions and the machine.
-static int run_log_start(Trainer *trainer, const char *kind) {
+static void run_log_start(Trainer *trainer, const char *kind) {
     const dnnl_version_t *dnnl = dnnl_version();
     char library[64];
     snprintf(library, sizeof library, "%d.%d.%d", dnnl->major, dnnl->minor, dnnl->patch);
@@ -927,21 +1033,19 @@ static int run_log_start(Trainer *trainer, const char *kind) {
                   "steps", (json_int_t)trainer->n_steps, "warmup", (json_int_t)trainer->warmup, "seq", trainer->T,
                   "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config",
                   config_to_json(&trainer->stage.config, "float32"));
-    return line != NULL ? run_append(&trainer->run, line) : error_set("out of memory for the log");
+    run_append(&trainer->run, line);
 }
 
 // What run.json of a checkpoint says.
 static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
     char hash[32];
-    json_t *options = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
-    json_object_del(options, "stop-after"); // of this session, not of the run
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
     return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:s, s:o}", "meshtune", MESHTUNE_VERSION, "step",
                      (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
                      "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
                      isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", hash, "options",
-                     options);
+                     cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
 }
 
 static int stage_is_finite(const Stage *stage, Stream *stream) {
@@ -976,14 +1080,16 @@ static int run_save(Trainer *trainer) {
     if (result == 0) result = file_write_text(path, text);
     free(text);
     if (result == 0) result = checkpoint_commit(run->path, step);
-    if (result == 0) run->saved_step = step;
+    if (result == 0) {
+        run->saved_step = step;
+        checkpoint_sweep(run->path, trainer->opts.keep);
+    }
     if (result != 0 && checkpoint_path(path, run->path, step, ".tmp") == 0 && file_exists(path)) {
         char reason[ERROR_MAX]; // keep the first message: clearing up may fail for the same reason
         memcpy(reason, error_message, sizeof reason);
         file_remove_folder(path);
         memcpy(error_message, reason, sizeof reason);
     }
-    checkpoint_sweep(run->path, trainer->opts.keep);
     return result;
 }
 
@@ -991,21 +1097,46 @@ static int run_save(Trainer *trainer) {
 static int run_save_best(Trainer *trainer) {
     char path[PATH_MAX];
     if (path_join(path, trainer->run.path, "best.bin")) return -1;
+    if (!stage_is_finite(&trainer->stage, trainer->stream))
+        return error_set("a weight is not finite; %s not saved", path);
     return stage_save_native(&trainer->stage, path, DTYPE_F32);
 }
 
-// Reads run.json of the latest checkpoint: settings not given on this command line come from there.
-static int resume_settings(Trainer *trainer, json_t **state) {
-    char path[PATH_MAX], file[PATH_MAX];
+// Reads the state to go on from: run.json of the latest checkpoint or, if the run ended before its first, the start
+// line of its log.
+static int resume_read(Trainer *trainer, json_t **state) {
+    char folder[PATH_MAX], path[PATH_MAX], *line = NULL;
     json_error_t error;
-    int64_t step = checkpoint_latest(trainer->run.path);
-    if (step < 0) return error_set("--resume: %s holds no checkpoint", trainer->run.path);
-    if (checkpoint_path(path, trainer->run.path, step, "") || path_join(file, path, "run.json")) return -1;
-    *state = json_load_file(file, 0, &error);
-    if (*state == NULL) return error_set("%s: line %d: %s", file, error.line, error.text);
+    Run *run = &trainer->run;
+    size_t room = 0;
+    if (path_join(path, run->path, "log.jsonl")) return -1;
+    if (checkpoint_latest(run->path) < 0 && !file_exists(path))
+        return error_set("--resume: %s holds no run", run->path);
+    if (!trainer->opts.dry_run && run_lock(run)) return -1; // before reading, so that nobody writes meanwhile
+    int64_t step = checkpoint_latest(run->path);
+    if (step >= 0) {
+        if (checkpoint_path(folder, run->path, step, "") || path_join(path, folder, "run.json")) return -1;
+        if (path_join(trainer->model_path, folder, "model.bin")) return -1;
+        *state = json_load_file(path, 0, &error);
+        if (*state == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
+        if (json_size(json_object_get(*state, "step")) == step) return 0;
+        return error_set("%s: is not of step %lld, whose folder it lies in", path, (long long)step);
+    }
+    FILE *log = fopen(path, "re");
+    if (log != NULL && getline(&line, &room, log) > 0) *state = json_loads(line, 0, NULL);
+    if (log != NULL) fclose(log);
+    free(line);
+    if (json_is_object(json_object_get(*state, "options"))) return 0;
+    return error_set("--resume: %s holds no checkpoint, and its log has no start line", run->path);
+}
+
+// Takes the settings of the run that are not given on this command line.
+static int resume_settings(Trainer *trainer, json_t **state) {
+    if (resume_read(trainer, state)) return -1;
     const json_t *saved = json_object_get(*state, "options");
     if (cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, saved)) return -1;
     trainer->opts.resume = 1;
+    if (!is_given(trainer, "stop-after")) trainer->opts.stop_after = 0; // of a session, not of the run
     json_t *now = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
     int result = 0;
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
@@ -1013,11 +1144,11 @@ static int resume_settings(Trainer *trainer, json_t **state) {
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
         if (strcmp(name, "model") == 0 || strcmp(name, "init") == 0 || strcmp(name, "seq") == 0)
             result = error_set("--resume: --%s differs from the run's; leave it out, or start a new run", name);
-        else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0)
+        else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0 &&
+                 strcmp(name, "dry-run") != 0)
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
     json_decref(now);
-    if (result == 0) result = path_join(trainer->model_path, path, "model.bin");
     return result;
 }
 
@@ -1028,10 +1159,16 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     Stage *stage = &trainer->stage;
     SafeTensors file;
     int result = 0;
-    p->step = json_integer_value(json_object_get(state, "step"));
-    p->adam_steps = json_integer_value(json_object_get(state, "adam_steps"));
-    p->samples = json_integer_value(json_object_get(state, "samples"));
-    p->tokens = json_integer_value(json_object_get(state, "tokens"));
+    const struct {
+        const char *name;
+        int64_t *field;
+    } counters[] = {
+        {"step", &p->step}, {"adam_steps", &p->adam_steps}, {"samples", &p->samples}, {"tokens", &p->tokens}};
+    for (int i = 0; i < 4; i++) {
+        *counters[i].field = json_size(json_object_get(state, counters[i].name));
+        if (*counters[i].field < 0)
+            return error_set("--resume: %s in the checkpoint's run.json is not a count", counters[i].name);
+    }
     p->elapsed = json_real_value(json_object_get(state, "elapsed"));
     const json_t *best = json_object_get(state, "best_val"), *saved_hash = json_object_get(state, "data_hash");
     p->best_val = json_is_real(best) ? json_real_value(best) : (double)INFINITY;
@@ -1070,28 +1207,29 @@ static void print_plan(const Trainer *trainer) {
     const Stage *stage = &trainer->stage;
     const Config *c = &stage->config;
     const Options *opts = &trainer->opts;
-    double bytes = 4.0 * (double)stage->arena_floats;
+    StageBytes bytes = stage_bytes(stage, trainer->precision, trainer->threads);
     int64_t epoch = trainer->data.train.n_windows;
+    char schedule[32];
     printf("model: %d layers, d %d, heads %d/%d of %d, ffn %d, vocabulary %d, context %d, %s head\n", c->n_layers,
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
     print_count("parameters", (double)stage->n_params, "");
     printf("memory:\n");
-    print_count("parameters (fp32)", bytes, "B");
+    print_count("parameters (fp32)", (double)bytes.params, "B");
     if (stage->training) {
-        print_count("gradients (fp32)", bytes, "B");
-        print_count("AdamW moments (2 x fp32)", 2.0 * bytes, "B");
+        print_count("gradients (fp32)", (double)bytes.grads, "B");
+        print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");
     }
-    print_count(stage->recompute ? "activations (recompute)" : "activations", 4.0 * (double)stage->acts_floats, "B");
-    print_count("in all", bytes * (stage->training ? 4.0 : 1.0) + 4.0 * (double)stage->acts_floats, "B");
+    print_count(stage->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
+    print_count("scratch of the ops", (double)bytes.scratch, "B");
+    print_count("in all", (double)stage_bytes_sum(&bytes), "B");
+    print_count("this machine has", (double)memory_limit(), "B");
     if (!stage->training) return;
+    cli_choice_name(schedule, sizeof schedule, lr_shapes, opts->schedule_lr);
     printf("run: %lld steps of %d x %d tokens in micro-batches of %d, %.2f epochs of %lld windows\n",
            (long long)trainer->n_steps, opts->batch, trainer->T, trainer->B,
            epoch > 0 ? (double)trainer->n_steps * opts->batch / (double)epoch : 0.0, (long long)epoch);
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
-           opts->schedule_lr == LR_COSINE   ? "cosine"
-           : opts->schedule_lr == LR_LINEAR ? "linear"
-                                            : "constant",
-           (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
+           schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
 }
 
@@ -1170,14 +1308,15 @@ static int validate(Trainer *trainer, double *loss) {
     printf("\n");
     fflush(stdout);
     if (!(eval.loss < trainer->progress.best_val)) return 0;
-    trainer->progress.best_val = eval.loss;
-    if (trainer->progress.step > 0 && run_save_best(trainer)) printf("train: %s; the run goes on\n", error_message);
+    if (trainer->progress.step > 0 && run_save_best(trainer))
+        printf("train: %s; the run goes on\n", error_message);
+    else
+        trainer->progress.best_val = eval.loss;
     return 0;
 }
 
 static int print_sample(Trainer *trainer) {
     static const char prompt[] = "";
-    if (trainer->tokenizer.kind == TOKENIZER_NONE) return 0;
     run_clear_line(&trainer->run);
     printf("--- sample at step %lld\n", (long long)trainer->progress.step);
     int result = generate(&trainer->stage, &trainer->tokenizer, prompt, &trainer->opts, stdout, trainer->stream);
@@ -1191,6 +1330,23 @@ static int is_due(int64_t step, int64_t every) {
 
 enum { MAX_SKIPPED = 20 }; // steps in a row without a finite gradient before the run gives up
 
+// What is safe on the disk, in words.
+static const char *saved_text(const Run *run, char *text, size_t size) {
+    if (run->saved_step >= 0)
+        snprintf(text, size, "step %lld is whole", (long long)run->saved_step);
+    else
+        snprintf(text, size, "nothing is saved yet");
+    return text;
+}
+
+// Ends a run whose gradients stay infinite. The skipped updates left the weights as they were, so they are saved.
+static int give_up(Trainer *trainer) {
+    char text[64], reason[ERROR_MAX] = "";
+    if (run_save(trainer)) snprintf(reason, sizeof reason, " (%.700s)", error_message);
+    return error_set("%d steps in a row gave no finite gradient; stopped, %s%.800s", MAX_SKIPPED,
+                     saved_text(&trainer->run, text, sizeof text), reason);
+}
+
 static int train_loop(Trainer *trainer, Batch *batch) {
     const Options *opts = &trainer->opts;
     Progress *p = &trainer->progress;
@@ -1198,9 +1354,10 @@ static int train_loop(Trainer *trainer, Batch *batch) {
     int64_t stop = opts->stop_after > 0 && opts->stop_after < trainer->n_steps ? opts->stop_after : trainer->n_steps;
     int skipped_in_a_row = 0;
     double val_loss, step_seconds = 0.0;
+    char text[64], reason[ERROR_MAX];
     if (p->step == 0) {
         if (validate(trainer, &val_loss)) return -1;
-        if (isfinite(val_loss) && run_append(run, json_pack("{s:i, s:f}", "step", 0, "val_loss", val_loss))) return -1;
+        if (isfinite(val_loss)) run_append(run, json_pack("{s:i, s:f}", "step", 0, "val_loss", val_loss));
     }
     while (p->step < stop && !interrupts) {
         StepResult result;
@@ -1226,20 +1383,19 @@ static int train_loop(Trainer *trainer, Batch *batch) {
             if (validate(trainer, &val_loss)) return -1;
             if (isfinite(val_loss)) json_object_set_new(line, "val_loss", json_real(val_loss));
         }
-        if (run_append(run, line)) return -1;
-        if (skipped_in_a_row == MAX_SKIPPED)
-            return error_set("%d steps in a row gave no finite gradient; stopped, the last good checkpoint is in %s",
-                             MAX_SKIPPED, run->path);
+        run_append(run, line);
+        if (skipped_in_a_row == MAX_SKIPPED) return give_up(trainer);
         if (is_due(p->step, opts->sample_every) && print_sample(trainer)) return -1;
         if (is_due(p->step, trainer->save_every) && p->step < stop && run_save(trainer)) {
             run_clear_line(run);
-            printf("train: %s; training goes on", error_message);
-            if (run->saved_step >= 0) printf(", step %lld is whole", (long long)run->saved_step);
-            printf("\n");
+            printf("train: %s; %s; training goes on\n", error_message, saved_text(run, text, sizeof text));
         }
     }
     run_clear_line(run);
-    if (run_save(trainer)) return -1;
+    if (run_save(trainer)) {
+        memcpy(reason, error_message, sizeof reason);
+        return error_set("%.700s; %s", reason, saved_text(run, text, sizeof text));
+    }
     if (p->step < trainer->n_steps)
         printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
                (long long)trainer->n_steps, run->path);
@@ -1252,18 +1408,12 @@ static int train_loop(Trainer *trainer, Batch *batch) {
 // The whole of a training once model and data are loaded.
 static int train(Trainer *trainer, const json_t *resume) {
     Run *run = &trainer->run;
-    char log_path[PATH_MAX];
     Batch batch;
+    int resumed = json_object_get(resume, "step") != NULL;
     run->terminal = isatty(STDOUT_FILENO), run->saved_step = -1;
-    if (resume == NULL) {
-        if (path_join(log_path, run->path, "log.jsonl")) return -1;
-        if (file_exists(log_path) || checkpoint_latest(run->path) >= 0)
-            return error_set("%s already holds a run; go on with it by --resume, or give another -o", run->path);
-        trainer->progress.best_val = (double)INFINITY;
-        if (file_make_folders(run->path)) return -1;
-    } else if (resume_state(trainer, resume)) {
-        return -1;
-    }
+    trainer->progress.best_val = (double)INFINITY;
+    if (resume == NULL && run_create(run, &trainer->opts)) return -1;
+    if (resumed && resume_state(trainer, resume)) return -1;
     if (trainer->progress.step >= trainer->n_steps) {
         printf("%s is complete: %lld of %lld steps; a larger -n goes on\n", run->path,
                (long long)trainer->progress.step, (long long)trainer->n_steps);
@@ -1271,10 +1421,10 @@ static int train(Trainer *trainer, const json_t *resume) {
     }
     checkpoint_sweep(run->path, 0);
     if (run_open_log(run, resume != NULL ? trainer->progress.step : -1)) return -1;
-    if (run_log_start(trainer, resume != NULL ? "resume" : "start")) return -1;
+    run_log_start(trainer, resumed ? "resume" : "start");
     struct sigaction action;
     memset(&action, 0, sizeof action);
-    action.sa_handler = on_interrupt;
+    action.sa_handler = on_interrupt, action.sa_flags = SA_RESTART;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     printf("run: %s\n", run->path);
@@ -1340,15 +1490,22 @@ static int open_data(Trainer *trainer) {
     return 0;
 }
 
+enum { MAX_ROWS = 1 << 22 }; // tokens computed at once; counts of rows are ints
+
 // Settings that were left to the program.
 static int decide(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Config *config = &trainer->stage.config;
+    if (opts->mask_rate != 0.0f || opts->replicas != 1 || opts->stages != 1)
+        return error_set("there is no mesh yet: -p 0, -x 1 and -y 1 are the only values");
+    if (opts->sample_every > 0 && tokenizer_takes_text(&trainer->tokenizer, "--sample-every")) return -1;
     trainer->T = opts->seq > 0 ? opts->seq : config->context < 2048 ? config->context : 2048;
     if (trainer->T > config->context)
         return error_set("--seq %d is beyond the model's context of %d", trainer->T, config->context);
-    trainer->B = opts->micro_batch > 0 ? opts->micro_batch : 2048 / trainer->T > 1 ? 2048 / trainer->T : 1;
+    trainer->B = opts->micro_batch > 0 ? opts->micro_batch : 1024 / trainer->T > 1 ? 1024 / trainer->T : 1;
     if (trainer->B > opts->batch) trainer->B = opts->batch;
+    if ((int64_t)trainer->B * trainer->T > MAX_ROWS)
+        return error_set("--micro-batch %d of --seq %d: at most %d tokens at once", trainer->B, trainer->T, MAX_ROWS);
     trainer->threads = opts->threads > 0 ? opts->threads : omp_get_num_procs();
     if (opts->precision == PRECISION_OPTION_BF16 && !device_has_bf16())
         return error_set("--precision bf16: this CPU does not multiply bf16; use fp32");
@@ -1388,6 +1545,7 @@ static int print_evaluation(Trainer *trainer) {
     if (evaluate(&trainer->stage, &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens, &eval,
                  trainer->stream))
         return -1;
+    if (!isfinite(eval.loss)) return error_set("--eval: the loss is not finite; see --check-weights");
     printf("validation loss %.6f over %lld targets", eval.loss, (long long)eval.n_targets);
     if (isfinite(eval.bits_per_byte))
         printf(", %.6f bits a byte over %lld bytes", eval.bits_per_byte, (long long)eval.n_bytes);
@@ -1395,42 +1553,84 @@ static int print_evaluation(Trainer *trainer) {
     return 0;
 }
 
-// Loads what the chosen action needs and does it.
+typedef enum { ACTION_TRAIN, ACTION_EVAL, ACTION_GENERATE, ACTION_EXPORT } Action;
+
+// What the command line asks for; -1 if that is several things.
+static int choose_action(const Trainer *trainer, Action *action) {
+    static const char *const names[] = {"", "eval", "generate", "export"};
+    *action = ACTION_TRAIN;
+    for (int i = 1; i < 4; i++) {
+        if (!is_given(trainer, names[i]) || (i == ACTION_EVAL && !trainer->opts.eval)) continue;
+        if (*action != ACTION_TRAIN) return error_set("--%s and --%s: one at a time", names[*action], names[i]);
+        *action = (Action)i;
+    }
+    if (trainer->opts.resume && *action != ACTION_TRAIN) return error_set("--resume goes with training only");
+    return 0;
+}
+
+// Sequences and tokens the stage is made for.
+static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
+    int64_t wanted = (int64_t)strlen(trainer->opts.generate) + 1 + trainer->opts.max_tokens;
+    int context = trainer->stage.config.context;
+    *B = action == ACTION_TRAIN || action == ACTION_EVAL ? trainer->B : 1;
+    *T = action == ACTION_EXPORT     ? 1
+         : action != ACTION_GENERATE ? trainer->T
+         : wanted < context          ? (int)wanted
+                                     : context;
+}
+
+static int print_generation(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    printf("%s", opts->generate);
+    int result = generate(&trainer->stage, &trainer->tokenizer, opts->generate, opts, stdout, trainer->stream);
+    printf("\n");
+    return result;
+}
+
+// Opens model and data, decides what is left open, and counts the memory; no large allocation yet.
+static int prepare(Trainer *trainer, ModelFile *file, Action action) {
+    int B, T;
+    if (open_model(trainer, file) || decide(trainer)) return -1;
+    if ((action == ACTION_TRAIN || action == ACTION_EVAL) && open_data(trainer)) return -1;
+    if (action == ACTION_TRAIN && decide_steps(trainer)) return -1;
+    decide_size(trainer, action, &B, &T);
+    if (stage_plan(&trainer->stage, B, T, action == ACTION_TRAIN, trainer->opts.recompute)) return -1;
+    if (action == ACTION_TRAIN || trainer->opts.dry_run) print_plan(trainer);
+    return 0;
+}
+
+// Memory and weights.
+static int load(Trainer *trainer, ModelFile *file) {
+    if (stream_create(&trainer->stream, trainer->precision, trainer->threads)) return -1;
+    if (stage_alloc(&trainer->stage, trainer->stream)) return -1;
+    if (file->n_shards > 0) return stage_load(&trainer->stage, file, trainer->opts.check_weights);
+    stage_init(&trainer->stage, (uint64_t)trainer->opts.seed);
+    return 0;
+}
+
+// Does what the command line asks for.
 static int run_program(Trainer *trainer) {
-    Options *opts = &trainer->opts;
+    Action action;
     ModelFile file;
     json_t *resume = NULL;
-    int training = !opts->eval && opts->generate[0] == '\0' && opts->export_to[0] == '\0';
-    int needs_data = training || opts->eval;
-    if (training && run_find(&trainer->run, opts)) return -1;
-    if (opts->resume && (!training || resume_settings(trainer, &resume)))
-        return training ? -1 : error_set("--resume goes with training only");
-    int result = open_model(trainer, &file);
-    if (result == 0) result = decide(trainer);
-    if (result == 0 && needs_data) result = open_data(trainer);
-    if (result == 0 && training) result = decide_steps(trainer);
-    if (result == 0 && opts->generate[0] != '\0') {
-        int64_t wanted = (int64_t)strlen(opts->generate) + 1 + opts->max_tokens;
-        trainer->B = 1,
-        trainer->T = wanted < trainer->stage.config.context ? (int)wanted : trainer->stage.config.context;
-    }
-    if (result == 0 && opts->export_to[0] != '\0') trainer->B = 1, trainer->T = 1;
-    if (result == 0) result = stage_plan(&trainer->stage, trainer->B, trainer->T, training, opts->recompute);
-    if (result == 0 && training) print_plan(trainer);
-    if (result == 0 && !opts->dry_run) {
-        result = stage_alloc(&trainer->stage);
-        if (result == 0) result = stream_create(&trainer->stream, trainer->precision, trainer->threads);
-        if (result == 0 && file.n_shards > 0) result = stage_load(&trainer->stage, &file, opts->check_weights);
-        if (result == 0 && file.n_shards == 0) stage_init(&trainer->stage, (uint64_t)opts->seed);
+    memset(&file, 0, sizeof file);
+    if (choose_action(trainer, &action)) return -1;
+    int result = action == ACTION_TRAIN ? run_find(&trainer->run, &trainer->opts) : 0;
+    if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
+    if (result == 0) result = prepare(trainer, &file, action);
+    if (result == 0 && trainer->opts.dry_run) {
+        result = stage_fits(&trainer->stage, trainer->precision, trainer->threads);
+    } else if (result == 0) {
+        result = load(trainer, &file);
         model_file_close(&file);
-        if (result == 0 && opts->export_to[0] != '\0') result = export_model(trainer);
-        if (result == 0 && opts->eval) result = print_evaluation(trainer);
-        if (result == 0 && opts->generate[0] != '\0') {
-            printf("%s", opts->generate);
-            result = generate(&trainer->stage, &trainer->tokenizer, opts->generate, opts, stdout, trainer->stream);
-            printf("\n");
+        if (result == 0) {
+            switch (action) {
+            case ACTION_TRAIN: result = train(trainer, resume); break;
+            case ACTION_EVAL: result = print_evaluation(trainer); break;
+            case ACTION_GENERATE: result = print_generation(trainer); break;
+            case ACTION_EXPORT: result = export_model(trainer); break;
+            }
         }
-        if (result == 0 && training) result = train(trainer, resume);
     }
     model_file_close(&file);
     json_decref(resume);
@@ -1440,15 +1640,16 @@ static int run_program(Trainer *trainer) {
 // The program but for leaving it: 0, or 1 after one line about what is wrong.
 static int program(int argc, char **argv) {
     static Trainer trainer;
-    int result = 0;
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
+    int result;
+    result = cli_defaults(option_table, OPTION_COUNT, &trainer.opts);
+    if (result == 0) result = cli_parse(option_table, OPTION_COUNT, &trainer.opts, trainer.given, argc, argv);
+    if (result == 0 && trainer.opts.help) {
         printf("meshtune %s: fine-tunes a Llama\n  ./train -m model.bin -d text.jsonl\n\n", MESHTUNE_VERSION);
         cli_help(option_table, OPTION_COUNT, stdout);
         return 0;
     }
-    if (cli_defaults(option_table, OPTION_COUNT, &trainer.opts) ||
-        cli_parse(option_table, OPTION_COUNT, &trainer.opts, trainer.given, argc, argv) || run_program(&trainer)) {
+    if (result == 0) result = run_program(&trainer);
+    if (result != 0) {
         run_clear_line(&trainer.run);
         fflush(stdout);
         fprintf(stderr, "train: %s\n", error_message);
@@ -1462,6 +1663,15 @@ static int program(int argc, char **argv) {
 
 #ifndef TESTING
 int main(int argc, char **argv) {
+    // A thread that waits for the others should spin a moment and then sleep. libgomp's default spins for milliseconds:
+    // beside one other busy program training ran 10 times slower. It reads its settings before main, hence the new
+    // start.
+    char self[PATH_MAX] = "";
+    if (getenv("OMP_WAIT_POLICY") == NULL && getenv("GOMP_SPINCOUNT") == NULL &&
+        readlink("/proc/self/exe", self, sizeof self - 1) > 0) {
+        setenv("GOMP_SPINCOUNT", "20000", 1);
+        execv(self, argv); // if it fails, the default will do
+    }
     return program(argc, argv);
 }
 #endif

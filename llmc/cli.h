@@ -20,10 +20,12 @@
 #include <string.h>  // strcmp
 
 #include "error.h"
+#include "json.h" // json_from_float
 
 #define CLI_TEXT    512 // bytes of a text option
 #define CLI_ITEMS   256 // items of a list option
 #define CLI_OPTIONS 96  // options of a table
+#define CLI_COLUMN  39  // where help texts begin
 
 typedef enum {
     OPTION_FLAG,
@@ -155,8 +157,10 @@ static inline int cli_distance(const char *a, const char *b) {
 }
 
 static inline int cli_unknown(const Option *table, int n, const char *word) {
-    const char *nearest = "help", *name = word + strspn(word, "-");
-    int best = cli_distance(name, nearest);
+    char name[64];
+    const char *nearest = table[0].name;
+    int best = 64;
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(word + strspn(word, "-"), "="), word + strspn(word, "-"));
     for (int i = 0; i < n; i++) {
         int distance = cli_distance(name, table[i].name);
         if (distance < best) best = distance, nearest = table[i].name;
@@ -164,9 +168,20 @@ static inline int cli_unknown(const Option *table, int n, const char *word) {
     return error_set("unknown option '%.60s'; the nearest is --%s (all of them: --help)", word, nearest);
 }
 
-// 1 if the next word is a value: not there, or an option, is 0. Negative numbers are values.
-static inline int cli_is_value(const char *word) {
-    return word != NULL && (word[0] != '-' || word[1] == '\0' || (word[1] >= '0' && word[1] <= '9') || word[1] == '.');
+// 1 if a word is written as one of the table's options.
+static inline int cli_is_option(const Option *table, int n, const char *word) {
+    for (int i = 0; i < n; i++)
+        if ((table[i].flag[0] != '\0' && strcmp(word, table[i].flag) == 0) ||
+            (strncmp(word, "--", 2) == 0 && strcmp(word + 2, table[i].name) == 0))
+            return 1;
+    return 0;
+}
+
+// 1 if the word after an option is its value: for texts anything that is not an option of the table, for the others
+// what does not begin as one. A text that looks like an option is given as --name=text.
+static inline int cli_is_value(const Option *table, int n, const Option *option, const char *word) {
+    if (option->type == OPTION_TEXT) return !cli_is_option(table, n, word);
+    return word[0] != '-' || word[1] == '.' || (word[1] >= '0' && word[1] <= '9');
 }
 
 // Reads the words into opts and notes in given[i] which options were there. 0 or -1.
@@ -195,12 +210,12 @@ static inline int cli_parse(const Option *table, int n, void *opts, unsigned cha
             TextList *list = (TextList *)(void *)((char *)opts + option->offset);
             if (!given[index]) list->n = 0;
             if (value != NULL && cli_set(option, opts, value)) return -1;
-            while (w + 1 < argc && argv[w + 1][0] != '-')
-                if (value = "", cli_set(option, opts, argv[++w])) return -1;
-            if (value == NULL) return error_set("--%s needs a value", option->name);
+            int n_values = value != NULL;
+            for (; w + 1 < argc && argv[w + 1][0] != '-'; n_values++)
+                if (cli_set(option, opts, argv[++w])) return -1;
+            if (n_values == 0) return error_set("--%s needs a value", option->name);
         } else {
-            if (value == NULL && w + 1 < argc && (option->type == OPTION_TEXT || cli_is_value(argv[w + 1])))
-                value = argv[++w];
+            if (value == NULL && w + 1 < argc && cli_is_value(table, n, option, argv[w + 1])) value = argv[++w];
             if (value == NULL) return error_set("--%s needs a value", option->name);
             if (cli_set(option, opts, value)) return -1;
         }
@@ -217,7 +232,7 @@ static inline void cli_help(const Option *table, int n, FILE *out) {
         snprintf(left, sizeof left, "%s%s--%s%s%s", table[i].flag, table[i].flag[0] != '\0' ? " " : "   ",
                  table[i].name, kinds[table[i].type], table[i].type == OPTION_CHOICE ? " " : "");
         if (table[i].type == OPTION_CHOICE) strncat(left, table[i].choices, sizeof left - strlen(left) - 1);
-        fprintf(out, "  %-34s %s%s", left, table[i].help, table[i].type == OPTION_FLAG ? "\n" : "");
+        fprintf(out, "  %-*s %s%s", CLI_COLUMN, left, table[i].help, table[i].type == OPTION_FLAG ? "\n" : "");
         if (table[i].type == OPTION_FLAG) continue;
         fprintf(out, table[i].fallback[0] != '\0' ? " [%s]\n" : "\n", table[i].fallback);
     }
@@ -235,7 +250,7 @@ static inline json_t *cli_to_json(const Option *table, int n, const void *opts) 
         case OPTION_FLAG:
         case OPTION_INT: value = json_integer(*(const int *)(const void *)field); break;
         case OPTION_INT64: value = json_integer(*(const int64_t *)(const void *)field); break;
-        case OPTION_FLOAT: value = json_real((double)*(const float *)(const void *)field); break;
+        case OPTION_FLOAT: value = json_from_float(*(const float *)(const void *)field); break;
         case OPTION_TEXT: value = json_string(field); break;
         case OPTION_CHOICE:
             cli_choice_name(name, sizeof name, table[i].choices, *(const int *)(const void *)field);

@@ -7,13 +7,14 @@
 #ifndef LLMC_CONFIG_H
 #define LLMC_CONFIG_H
 
-#include <ctype.h>   // isalpha
 #include <jansson.h> // JSON
+#include <math.h>    // fabs
 #include <stdint.h>  // fixed-width integers
 
 #include "error.h"
 #include "file.h" // FileMap
-#include "rope.h" // RopeConfig
+#include "json.h" // json_from_float
+#include "rope_config.h"
 
 typedef struct {
     int n_layers;
@@ -64,10 +65,14 @@ static inline int config_check(const Config *config, const char *where) {
         return error_set("%s: head_dim %d is odd, RoPE pairs dimensions", where, config->head_dim);
     if (!(config->norm_eps > 0.0f && config->norm_eps < 1.0f))
         return error_set("%s: rms_norm_eps %g", where, (double)config->norm_eps);
-    if (!(config->rope.theta > 1.0f)) return error_set("%s: rope_theta %g", where, (double)config->rope.theta);
+    if (!(config->rope.theta > 1.0f && config->rope.theta < 1e12f))
+        return error_set("%s: rope_theta %g", where, (double)config->rope.theta);
+    if (!(config->init_std > 0.0f && config->init_std <= 10.0f))
+        return error_set("%s: initializer_range %g", where, (double)config->init_std);
     if (config->rope.scaled &&
-        !(config->rope.factor >= 1.0f && config->rope.low_freq_factor > 0.0f &&
-          config->rope.high_freq_factor > config->rope.low_freq_factor && config->rope.original_context > 0))
+        !(config->rope.factor >= 1.0f && config->rope.factor < 1e6f && config->rope.high_freq_factor < 1e6f &&
+          config->rope.low_freq_factor > 0.0f && config->rope.high_freq_factor > config->rope.low_freq_factor &&
+          config->rope.original_context > 0))
         return error_set("%s: llama3 RoPE scaling with impossible factors", where);
     if (config->bos_id >= config->vocab || config->eos_id >= config->vocab)
         return error_set("%s: a special token id is beyond the vocabulary of %d", where, config->vocab);
@@ -114,11 +119,14 @@ static inline int config_rope(RopeConfig *rope, const json_t *json, const char *
     const json_t *fields = json_object_get(json, "rope_parameters");
     const json_t *holder = json_is_object(fields) ? fields : json;
     memset(rope, 0, sizeof *rope);
-    if (config_float(&rope->theta, holder, "rope_theta", 10000.0f, where)) return -1; // Llama 1 and 2 leave it out
+    if (config_float(&rope->theta, json, "rope_theta", 10000.0f, where)) return -1; // Llama 1 and 2 leave it out
+    if (config_float(&rope->theta, holder, "rope_theta", rope->theta, where)) return -1;
     if (!json_is_object(fields)) fields = json_object_get(json, "rope_scaling");
     if (!json_is_object(fields)) return 0;
     const char *type = json_string_value(json_object_get(fields, "rope_type"));
     if (type == NULL) type = json_string_value(json_object_get(fields, "type"));
+    if (type == NULL && json_object_get(fields, "factor") != NULL)
+        return error_set("%s: RoPE scaling without a rope_type", where);
     if (type == NULL || strcmp(type, "default") == 0) return 0;
     if (strcmp(type, "llama3") != 0) return error_set("%s: RoPE type '%.40s' is not supported", where, type);
     rope->scaled = 1;
@@ -166,18 +174,20 @@ static inline int config_from_json(Config *config, const json_t *json, const cha
 static inline json_t *config_to_json(const Config *config, const char *dtype) {
     json_t *rope = NULL, *token = NULL;
     if (config->rope.scaled)
-        rope = json_pack("{s:s, s:f, s:f, s:f, s:i}", "rope_type", "llama3", "factor", (double)config->rope.factor,
-                         "low_freq_factor", (double)config->rope.low_freq_factor, "high_freq_factor",
-                         (double)config->rope.high_freq_factor, "original_max_position_embeddings",
+        rope = json_pack("{s:s, s:o, s:o, s:o, s:i}", "rope_type", "llama3", "factor",
+                         json_from_float(config->rope.factor), "low_freq_factor",
+                         json_from_float(config->rope.low_freq_factor), "high_freq_factor",
+                         json_from_float(config->rope.high_freq_factor), "original_max_position_embeddings",
                          config->rope.original_context);
-    json_t *json = json_pack(
-        "{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:f, s:f, s:f, s:b, s:b, s:b, s:s, s:o?}",
-        "architectures", "LlamaForCausalLM", "model_type", "llama", "hidden_act", "silu", "num_hidden_layers",
-        config->n_layers, "hidden_size", config->channels, "num_attention_heads", config->heads, "num_key_value_heads",
-        config->kv_heads, "head_dim", config->head_dim, "intermediate_size", config->ffn, "vocab_size", config->vocab,
-        "max_position_embeddings", config->context, "rms_norm_eps", (double)config->norm_eps, "initializer_range",
-        (double)config->init_std, "rope_theta", (double)config->rope.theta, "tie_word_embeddings", config->tied,
-        "attention_bias", 0, "mlp_bias", 0, "torch_dtype", dtype, "rope_scaling", rope);
+    json_t *json =
+        json_pack("{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:b, s:b, s:b, s:s, s:o?}",
+                  "architectures", "LlamaForCausalLM", "model_type", "llama", "hidden_act", "silu", "num_hidden_layers",
+                  config->n_layers, "hidden_size", config->channels, "num_attention_heads", config->heads,
+                  "num_key_value_heads", config->kv_heads, "head_dim", config->head_dim, "intermediate_size",
+                  config->ffn, "vocab_size", config->vocab, "max_position_embeddings", config->context, "rms_norm_eps",
+                  json_from_float(config->norm_eps), "initializer_range", json_from_float(config->init_std),
+                  "rope_theta", json_from_float(config->rope.theta), "tie_word_embeddings", config->tied,
+                  "attention_bias", 0, "mlp_bias", 0, "torch_dtype", dtype, "rope_scaling", rope);
     if (json == NULL) return NULL;
     token = config->bos_id >= 0 ? json_integer(config->bos_id) : json_null();
     json_object_set_new(json, "bos_token_id", token);
@@ -241,7 +251,8 @@ static inline int config_from_pairs(Config *config, const char *spec) {
         int known = 0;
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
             if (strcmp(key, fields[i].name) != 0) continue;
-            if (value != (double)(int)value) return error_set("--init %.100s: %s needs a whole number", spec, key);
+            if (!(fabs(value) < 1e9) || value != (double)(int)value)
+                return error_set("--init %.100s: %s needs a whole number", spec, key);
             *fields[i].field = (int)value;
             known = 1;
         }

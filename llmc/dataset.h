@@ -193,7 +193,10 @@ static inline int dataset_read_jsonl(Dataset *data, Split *side, const char *pat
             free(repaired_line);
             room = n * 2;
             repaired_line = (char *)malloc(room * 3);
-            if (repaired_line == NULL) return error_set("%s: out of memory for a line of %zu bytes", path, n);
+            if (repaired_line == NULL) {
+                result = error_set("%s: out of memory for a line of %zu bytes", path, n);
+                break;
+            }
         }
         size_t length = json_repair(repaired_line, text, n, &repaired);
         json_t *json = json_loadb(repaired_line, length, JSON_ALLOW_NUL, &error);
@@ -255,7 +258,7 @@ static inline int dataset_read_tokens(Split *side, const char *path, FileMap *ma
     if (n < 0 || (uint64_t)n > (map->size - TOKENS_HEADER) / 4 || map->size != TOKENS_HEADER + 4 * (uint64_t)n)
         return error_set("%s: %lld tokens in the header need %llu bytes, the file has %zu; is it cut short?", path,
                          (long long)n, TOKENS_HEADER + 4ull * (unsigned long long)n, map->size);
-    if (header[4] > (uint32_t)vocab)
+    if (header[4] != 0 && header[4] != (uint32_t)vocab)
         return error_set("%s: made for a vocabulary of %u, this model's is %d; tokenize with this model's tokenizer",
                          path, header[4], vocab);
     const uint32_t *tokens = (const uint32_t *)(const void *)(map->data + TOKENS_HEADER);

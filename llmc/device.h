@@ -4,7 +4,7 @@
 //   Stream *stream;  stream_create(&stream, PRECISION_BF16, threads);
 //   float *x = (float *)device_alloc(n * sizeof *x);
 //   ... ops(x, stream) ...
-//   if (stream_check(stream)) return -1;      // an op failed since the last check: the message says which
+//   if (stream_check(stream)) return -1;      // an op has failed on this stream: the message says which
 #ifndef LLMC_DEVICE_H
 #define LLMC_DEVICE_H
 
@@ -22,6 +22,16 @@ typedef float floatX; // storage type of activations on this backend
 typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
 
 #define DEVICE_ALIGN 64
+
+// Under ASan the gaps between the pieces of an arena are forbidden ground.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define device_forbid(pointer, n_bytes) ASAN_POISON_MEMORY_REGION(pointer, n_bytes)
+#define DEVICE_GAP                      64
+#else
+#define device_forbid(pointer, n_bytes) ((void)(pointer), (void)(n_bytes))
+#define DEVICE_GAP                      0
+#endif
 
 // Zeroed memory of n_bytes, aligned to a cache line; NULL with an error message when there is none.
 // Large pieces come straight from the kernel with huge pages: fewer TLB misses, and untouched pages cost nothing.
@@ -44,6 +54,9 @@ static inline void *device_alloc(size_t n_bytes) {
 static inline void device_free(void *pointer) {
     if (pointer == NULL) return;
     char *base = (char *)pointer - DEVICE_ALIGN;
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_UNPOISON_MEMORY_REGION(base, *(size_t *)base); // the addresses will serve others
+#endif
     munmap(base, *(size_t *)base);
 }
 
@@ -100,19 +113,26 @@ typedef struct Stream {
 
 // 1 if the CPU multiplies bf16 natively.
 static inline int device_has_bf16(void) {
+#if defined(__x86_64__)
     return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
+// Empties a slot; destroying NULL is allowed.
+static inline void matmul_entry_free(MatmulEntry *entry) {
+    dnnl_primitive_destroy(entry->primitive);
+    dnnl_memory_destroy(entry->a);
+    dnnl_memory_destroy(entry->b);
+    dnnl_memory_destroy(entry->out);
+    memset(entry, 0, sizeof *entry);
 }
 
 static inline void stream_destroy(Stream *stream) {
     if (stream == NULL) return;
-    for (int i = 0; i < MATMUL_SLOTS; i++) {
-        MatmulEntry *entry = &stream->matmul[i];
-        if (entry->primitive == NULL) continue;
-        dnnl_primitive_destroy(entry->primitive);
-        dnnl_memory_destroy(entry->a);
-        dnnl_memory_destroy(entry->b);
-        dnnl_memory_destroy(entry->out);
-    }
+    for (int i = 0; i < MATMUL_SLOTS; i++)
+        if (stream->matmul[i].primitive != NULL) matmul_entry_free(&stream->matmul[i]);
     for (int i = 0; i < SCRATCH_COUNT; i++) device_free(stream->scratch[i].data);
     if (stream->dnnl != NULL) dnnl_stream_destroy(stream->dnnl);
     if (stream->engine != NULL) dnnl_engine_destroy(stream->engine);

@@ -18,6 +18,8 @@ __attribute__((format(printf, 1, 2))) static inline int error_set(const char *fo
     va_start(args, format);
     vsnprintf(error_message, sizeof error_message, format, args);
     va_end(args);
+    for (unsigned char *c = (unsigned char *)error_message; *c != '\0'; c++)
+        if (*c < 0x20 || *c == 0x7F) *c = '?'; // names from files must not steer a terminal or break the line
     return -1;
 }
 

@@ -53,7 +53,7 @@ typedef struct {
 static inline int file_map(FileMap *map, const char *path) {
     struct stat info;
     map->data = (const uint8_t *)"", map->size = 0;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a FIFO must not block
     if (fd < 0) return error_set("%s: open: %s", path, strerror(errno));
     if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
         close(fd);

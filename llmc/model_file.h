@@ -3,7 +3,7 @@
 //
 //   ModelFile file;
 //   if (model_file_open(&file, "llama1b.bin")) ...          // maps and checks; file.config is the shape
-//   if (model_file_read(&file, "model.norm.weight", shape, 1, out)) ...
+//   const SafeTensor *norm = model_file_expect(&file, "model.norm.weight", shape, 1);    // there, and of this shape
 #ifndef LLMC_MODEL_FILE_H
 #define LLMC_MODEL_FILE_H
 
@@ -16,7 +16,7 @@
 
 // Small text files of a Hugging Face folder that a native file carries along and an export writes back.
 static const char *const model_side_files[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                                               "generation_config.json"};
+                                               "generation_config.json", "chat_template.jinja"};
 enum { MODEL_SIDE_FILES = sizeof model_side_files / sizeof *model_side_files };
 
 typedef struct {
@@ -37,18 +37,32 @@ static inline int model_file_add_shard(ModelFile *file, const char *path) {
     SafeTensors *shards = (SafeTensors *)realloc(file->shards, sizeof *shards * (size_t)(file->n_shards + 1));
     if (shards == NULL) return error_set("%s: out of memory", path);
     file->shards = shards;
-    if (safetensors_open(&shards[file->n_shards], path)) return -1;
+    SafeTensors *added = &shards[file->n_shards];
+    if (safetensors_open(added, path)) return -1;
     file->n_shards++;
+    for (int s = 0; s + 1 < file->n_shards; s++)
+        for (int i = 0; i < added->n_tensors; i++)
+            if (safetensors_find(&shards[s], added->tensors[i].name) != NULL)
+                return error_set("%s: %s is in another shard too", path, added->tensors[i].name);
     return 0;
 }
 
-// The tensor of that name in any shard, NULL if absent.
-static inline const SafeTensor *model_file_find(const ModelFile *file, const char *name) {
+// The tensor of that name, NULL if absent; *path (unless NULL) gets the file that holds it, the first if none does.
+static inline const SafeTensor *model_file_find(const ModelFile *file, const char *name, const char **path) {
     for (int i = 0; i < file->n_shards; i++) {
         const SafeTensor *tensor = safetensors_find(&file->shards[i], name);
+        if (path != NULL) *path = file->shards[tensor != NULL ? i : 0].path;
         if (tensor != NULL) return tensor;
     }
     return NULL;
+}
+
+// text = "[2,3]"
+static inline void shape_text(char *text, size_t size, const int64_t *shape, int n_dims) {
+    int used = snprintf(text, size, "[");
+    for (int d = 0; d < n_dims && used < (int)size; d++)
+        used += snprintf(text + used, size - (size_t)used, "%s%lld", d > 0 ? "," : "", (long long)shape[d]);
+    if (used < (int)size) snprintf(text + used, size - (size_t)used, "]");
 }
 
 // A shard's name is a plain file name and the file is there.
@@ -160,23 +174,21 @@ static inline int model_file_open(ModelFile *file, const char *path) {
 // Finds a tensor and compares its shape and dtype with what the model needs. NULL with an error message.
 static inline const SafeTensor *model_file_expect(const ModelFile *file, const char *name, const int64_t *shape,
                                                   int n_dims) {
-    const SafeTensor *tensor = model_file_find(file, name);
+    const char *path = "";
+    const SafeTensor *tensor = model_file_find(file, name, &path);
+    char found[192], wanted[64];
     if (tensor == NULL) {
-        error_set("%s: tensor %s is missing", file->shards[0].path, name);
+        error_set("%s: tensor %s is missing", path, name);
         return NULL;
     }
-    int equal = tensor->n_dims == n_dims;
-    for (int d = 0; d < n_dims && equal; d++) equal = tensor->shape[d] == shape[d];
-    if (!equal) {
-        error_set("%s: %s has shape [%lld%s%lld], the config asks for [%lld%s%lld]", file->shards[0].path, name,
-                  (long long)(tensor->n_dims > 0 ? tensor->shape[0] : 0), tensor->n_dims > 1 ? "," : ";",
-                  (long long)(tensor->n_dims > 1 ? tensor->shape[1] : 0), (long long)shape[0], n_dims > 1 ? "," : ";",
-                  (long long)(n_dims > 1 ? shape[1] : 0));
+    shape_text(found, sizeof found, tensor->shape, tensor->n_dims);
+    shape_text(wanted, sizeof wanted, shape, n_dims);
+    if (strcmp(found, wanted) != 0) {
+        error_set("%s: %s has shape %s, the config asks for %s", path, name, found, wanted);
         return NULL;
     }
     if (tensor->dtype > DTYPE_F16) {
-        error_set("%s: %s has dtype %s; only F32, BF16 and F16 are read", file->shards[0].path, name,
-                  dtype_name(tensor->dtype));
+        error_set("%s: %s has dtype %s; only F32, BF16 and F16 are read", path, name, dtype_name(tensor->dtype));
         return NULL;
     }
     return tensor;

@@ -8,14 +8,8 @@
 #include <math.h>   // pow, cosf, sinf
 #include <stddef.h> // size_t
 
-#include "device.h" // floatX, Stream
-
-typedef struct {
-    float theta;
-    int scaled; // 0: plain, 1: llama3
-    float factor, low_freq_factor, high_freq_factor;
-    int original_context;
-} RopeConfig;
+#include "device.h"      // floatX, Stream
+#include "rope_config.h" // RopeConfig
 
 // inv_freq (HD/2): theta^(-2i/HD); with llama3 scaling wavelengths beyond original_context/low are divided by factor,
 // those below original_context/high stay, and between the two it is interpolated (Llama 3.1 model card).
@@ -39,8 +33,10 @@ static inline void rope_inv_freq(float *inv_freq, int HD, const RopeConfig *rope
 }
 
 // cos, sin (T, HD/2) for positions 0..T-1. inv_freq (HD/2). The angle is rounded to fp32 as transformers does.
-static inline void rope_tables(float *cos_table, float *sin_table, const float *inv_freq, int T, int HD) {
+static inline void rope_tables(float *cos_table, float *sin_table, const float *inv_freq, int T, int HD,
+                               Stream *stream) {
     int half = HD / 2;
+#pragma omp parallel for num_threads(stream->threads)
     for (int t = 0; t < T; t++) {
         for (int i = 0; i < half; i++) {
             float angle = (float)t * inv_freq[i];
@@ -48,6 +44,12 @@ static inline void rope_tables(float *cos_table, float *sin_table, const float *
             sin_table[(size_t)t * half + i] = sinf(angle);
         }
     }
+}
+
+// positions (N) of a batch of sequences of T tokens that begin at `first`
+static inline void rope_positions(int32_t *positions, int N, int T, int first, Stream *stream) {
+#pragma omp parallel for num_threads(stream->threads)
+    for (int n = 0; n < N; n++) positions[n] = first + n % T;
 }
 
 static inline void rope_rotate(floatX *x, const float *cos_table, const float *sin_table, const int32_t *positions,

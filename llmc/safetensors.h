@@ -17,41 +17,13 @@
 #include <jansson.h> // the header
 #include <stdint.h>  // fixed-width integers
 
+#include "dtype.h"
 #include "error.h"
 #include "file.h" // FileMap, FileWriter
+#include "json.h" // json_size
 
 #define SAFETENSORS_MAX_HEADER 100000000u
 #define SAFETENSORS_MAX_DIMS   8
-
-typedef enum {
-    DTYPE_F32,
-    DTYPE_BF16,
-    DTYPE_F16,
-    DTYPE_F64,
-    DTYPE_I64,
-    DTYPE_U64,
-    DTYPE_I32,
-    DTYPE_U32,
-    DTYPE_I16,
-    DTYPE_U16,
-    DTYPE_I8,
-    DTYPE_U8,
-    DTYPE_BOOL,
-    DTYPE_F8_E4M3,
-    DTYPE_F8_E5M2,
-    DTYPE_COUNT
-} Dtype;
-
-static inline const char *dtype_name(Dtype dtype) {
-    static const char *const names[DTYPE_COUNT] = {"F32", "BF16", "F16", "F64", "I64",  "U64",     "I32",    "U32",
-                                                   "I16", "U16",  "I8",  "U8",  "BOOL", "F8_E4M3", "F8_E5M2"};
-    return names[dtype];
-}
-
-static inline size_t dtype_size(Dtype dtype) {
-    static const size_t sizes[DTYPE_COUNT] = {4, 2, 2, 8, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1, 1};
-    return sizes[dtype];
-}
 
 typedef struct {
     const char *name; // owned by the header's JSON
@@ -76,13 +48,6 @@ static inline void safetensors_close(SafeTensors *file) {
     if (file->header != NULL) json_decref(file->header);
     file_unmap(&file->map);
     file->tensors = NULL, file->header = NULL, file->metadata = NULL, file->n_tensors = 0;
-}
-
-// A non-negative JSON integer, or -1.
-static inline int64_t json_size(const json_t *value) {
-    if (!json_is_integer(value)) return -1;
-    json_int_t number = json_integer_value(value);
-    return number < 0 ? -1 : (int64_t)number;
 }
 
 static inline int safetensors_parse_tensor(SafeTensor *tensor, const char *path, const char *name, const json_t *entry,
@@ -198,31 +163,6 @@ static inline int64_t safetensor_count(const SafeTensor *tensor) {
     return (int64_t)((tensor->end - tensor->begin) / dtype_size(tensor->dtype));
 }
 
-static inline float float_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// IEEE half to float: subnormals scaled exactly, infinities and NaN kept.
-static inline float float_of_half(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
-    if (exponent == 31) return float_of_bits(sign | 0x7F800000u | mantissa << 13);
-    if (exponent == 0) {
-        float value = (float)mantissa * 0x1p-24f;
-        return sign != 0 ? -value : value;
-    }
-    return float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-
-// Round to nearest even; NaN stays NaN.
-static inline uint16_t bf16_of_float(float value) {
-    uint32_t u;
-    memcpy(&u, &value, sizeof u);
-    if ((u & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)(u >> 16 | 0x40u);
-    return (uint16_t)((u + 0x7FFFu + (u >> 16 & 1u)) >> 16);
-}
-
 // out (n) = the tensor's elements from `first` on, widened to fp32. The dtype must be F32, BF16 or F16.
 static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
     const uint8_t *from = tensor->data + (size_t)first * dtype_size(tensor->dtype);
@@ -232,7 +172,7 @@ static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t 
     case DTYPE_BF16:
         for (int64_t i = 0; i < n; i++) {
             memcpy(&half, from + 2 * i, 2);
-            out[i] = float_of_bits((uint32_t)half << 16);
+            out[i] = float_of_bf16(half);
         }
         return 0;
     case DTYPE_F16:
@@ -245,7 +185,8 @@ static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t 
     }
 }
 
-// A file being written: declare every tensor, then begin, then append each tensor's values in the same order.
+// A file being written: declare every tensor, then begin, then append each tensor's values in the same order. A call
+// that fails before begin has cleaned up; after it, file_writer_close does.
 typedef struct {
     json_t *header;
     uint64_t size;
@@ -256,9 +197,11 @@ typedef struct {
 static inline int safetensors_writer_init(SafeTensorsWriter *writer, json_t *metadata) {
     writer->header = json_object();
     writer->size = 0;
-    if (metadata != NULL && json_object_set_new(writer->header, "__metadata__", metadata) != 0)
-        return error_set("out of memory for a safetensors header");
-    return writer->header != NULL ? 0 : error_set("out of memory for a safetensors header");
+    if (writer->header != NULL &&
+        (metadata == NULL || json_object_set_new(writer->header, "__metadata__", metadata) == 0))
+        return 0;
+    json_decref(writer->header);
+    return error_set("out of memory for a safetensors header");
 }
 
 static inline int safetensors_declare(SafeTensorsWriter *writer, const char *name, Dtype dtype, const int64_t *shape,
@@ -271,8 +214,10 @@ static inline int safetensors_declare(SafeTensorsWriter *writer, const char *nam
     }
     json_t *entry = json_pack("{s:s, s:o, s:[I, I]}", "dtype", dtype_name(dtype), "shape", dims, "data_offsets",
                               (json_int_t)writer->size, (json_int_t)(writer->size + n_bytes));
-    if (entry == NULL || json_object_set_new(writer->header, name, entry) != 0)
+    if (entry == NULL || json_object_set_new(writer->header, name, entry) != 0) {
+        json_decref(writer->header);
         return error_set("out of memory for a safetensors header");
+    }
     writer->size += n_bytes;
     return 0;
 }

@@ -1,0 +1,70 @@
+// Element types of files and their conversion to and from float.
+#ifndef LLMC_DTYPE_H
+#define LLMC_DTYPE_H
+
+#include <stddef.h> // size_t
+#include <stdint.h> // fixed-width integers
+#include <string.h> // memcpy
+
+typedef enum {
+    DTYPE_F32,
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_F64,
+    DTYPE_I64,
+    DTYPE_U64,
+    DTYPE_I32,
+    DTYPE_U32,
+    DTYPE_I16,
+    DTYPE_U16,
+    DTYPE_I8,
+    DTYPE_U8,
+    DTYPE_BOOL,
+    DTYPE_F8_E4M3,
+    DTYPE_F8_E5M2,
+    DTYPE_COUNT
+} Dtype;
+
+// The name a safetensors header uses.
+static inline const char *dtype_name(Dtype dtype) {
+    static const char *const names[DTYPE_COUNT] = {"F32", "BF16", "F16", "F64", "I64",  "U64",     "I32",    "U32",
+                                                   "I16", "U16",  "I8",  "U8",  "BOOL", "F8_E4M3", "F8_E5M2"};
+    return names[dtype];
+}
+
+// Bytes of an element.
+static inline size_t dtype_size(Dtype dtype) {
+    static const size_t sizes[DTYPE_COUNT] = {4, 2, 2, 8, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1, 1};
+    return sizes[dtype];
+}
+
+static inline float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float float_of_bf16(uint16_t half) {
+    return float_of_bits((uint32_t)half << 16);
+}
+
+// IEEE half to float: subnormals scaled exactly, infinities and NaN kept.
+static inline float float_of_half(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
+    if (exponent == 31) return float_of_bits(sign | 0x7F800000u | mantissa << 13);
+    if (exponent == 0) {
+        float value = (float)mantissa * 0x1p-24f;
+        return sign != 0 ? -value : value;
+    }
+    return float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+// Rounds to nearest even; NaN stays NaN. Without branches, so that loops over it vectorise.
+static inline uint16_t bf16_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16, quiet = bits >> 16 | 0x40u;
+    return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded);
+}
+
+#endif
