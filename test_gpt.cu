@@ -6,6 +6,7 @@
 #define TESTING
 #include "train_gpt.cu"
 
+#include <sched.h>        // sched_yield
 #include <sys/resource.h> // setrlimit
 #include <sys/wait.h>     // waitpid
 
@@ -1703,10 +1704,10 @@ static void test_tokenizer(void) {
 // the exit status, 128 + signal when killed.
 static char run_output[65536];
 
-static int run_child(const char *variables, const char *command) {
+static pid_t start_child(const char *variables, const char *command) {
     char text[8192], *words[64], *at = text;
-    int n = 0, status;
     size_t used = 0;
+    int n = 0;
     for (const char *c = command; *c != '\0' && used < sizeof text - PATH_MAX; c++) {
         if (*c == '@')
             used += (size_t)sprintf(text + used, "%s", test_folder);
@@ -1719,15 +1720,18 @@ static int run_child(const char *variables, const char *command) {
     while ((words[n] = strtok(at, " ")) != NULL && n < 62) at = NULL, n++;
     fflush(stdout);
     pid_t child = fork();
-    if (child == 0) {
-        int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
-        dup2(fd, 1);
-        dup2(fd, 2);
-        if (variables != NULL) putenv(strdup(variables));
-        execv("/proc/self/exe", words);
-        _exit(127);
-    }
-    waitpid(child, &status, 0);
+    if (child != 0) return child;
+    int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    dup2(fd, 1);
+    dup2(fd, 2);
+    if (variables != NULL) putenv(strdup(variables));
+    execv("/proc/self/exe", words);
+    _exit(127);
+}
+
+static int run_child(const char *variables, const char *command) {
+    int status;
+    waitpid(start_child(variables, command), &status, 0);
     FILE *file = fopen(scratch_path("output"), "rb");
     size_t length = file != NULL ? fread(run_output, 1, sizeof run_output - 1, file) : 0;
     if (file != NULL) fclose(file);
@@ -1918,44 +1922,55 @@ static void test_nan(void) {
     check_run(1, NULL, "-m @/nan.bin --check-weights --eval --val-data @/corpus.jsonl", "element 1760 is nan");
 }
 
-// Ctrl-C while training: the step is finished, saved, and the message says how to go on.
-static void test_interrupt(void) {
+// Starts `train` with words and returns its process once the text is in the run's log, or once it has ended.
+static pid_t start_and_wait(const char *command, const char *run, const char *text) {
     char log[PATH_MAX + 64];
-    int status = 0;
-    write_corpus();
-    snprintf(log, sizeof log, "%s", scratch_path("ctrl/log.jsonl"));
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        char out[PATH_MAX + 64], corpus[PATH_MAX + 64];
-        int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
-        snprintf(out, sizeof out, "%s", scratch_path("ctrl"));
-        snprintf(corpus, sizeof corpus, "%s", scratch_path("corpus.jsonl"));
-        dup2(fd, 1);
-        execl("/proc/self/exe", "train", "--program", "--init", "tiny", "-d", corpus, "-b", "4", "-t", "16", "-n",
-              "1000000", "--val-every", "100000000", "--save-every", "100000000", "-o", out, (char *)NULL);
-        _exit(127);
-    }
-    for (;;) { // wait for the log to show a step
+    snprintf(log, sizeof log, "%s/%s/log.jsonl", test_folder, run);
+    pid_t child = start_child(NULL, command);
+    for (int seen = 0; !seen;) {
         FileMap map;
-        if (waitpid(child, &status, WNOHANG) != 0) break;
-        int seen = 0;
+        siginfo_t info;
+        info.si_pid = 0;
+        if (waitid(P_PID, (id_t)child, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == child) break;
         if (file_map(&map, log) == 0) {
-            seen = map.size > 0 && memmem(map.data, map.size, "\"step\":3,", 9) != NULL;
+            seen = map.size > 0 && memmem(map.data, map.size, text, strlen(text)) != NULL;
             file_unmap(&map);
         }
-        if (seen) break;
-        usleep(1000);
+        sched_yield();
     }
+    return child;
+}
+
+// Ctrl-C finishes the step, saves and says how to go on; a second one leaves at once. kill -9 in the middle of things
+// loses no more than the steps since the last checkpoint, and the resumed run has the bits of one left alone.
+static void test_interrupt(void) {
+    int status = 0;
+    char command[256];
+    write_corpus();
+    pid_t child = start_and_wait(
+        "--init tiny -d @/corpus.jsonl -b 4 -t 16 -n 1000000 --val-every 100000000 --save-every 100000000 -o @/ctrl",
+        "ctrl", "\"step\":3,");
     check_run(1, NULL, "-o @/ctrl -d @/corpus.jsonl --init tiny", "is in use by another process");
+    check_run(1, NULL, "-o @/ctrl --resume", "is in use by another process");
     kill(child, SIGINT);
     waitpid(child, &status, 0);
     check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "ended with status %d", status);
     int64_t step = checkpoint_latest(scratch_path("ctrl"));
     check(step >= 3, "the latest checkpoint is %lld", (long long)step);
-    char command[256];
     snprintf(command, sizeof command, "--resume -o @/ctrl -n %lld", (long long)step + 2);
     check_run(0, NULL, command, "done:");
+
+    child = start_and_wait("--init tiny -d @/corpus.jsonl -b 40000 -t 16 -n 100 -o @/twice", "twice", "\"step\":0,");
+    while (waitpid(child, &status, WNOHANG) == 0) kill(child, SIGINT);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 130, "two Ctrl-C end with status %d", status);
+
+    check_run(0, NULL, SMALL "-n 400 --save-every 3 --val-every 100 -o @/calm", "done");
+    child = start_and_wait(SMALL "-n 400 --save-every 3 --val-every 100 -o @/killed", "killed", "\"step\":31,");
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    check(WIFSIGNALED(status), "it was over before it could be killed");
+    check_run(0, NULL, "-o @/killed --resume", "done");
+    check_same_run("calm", "killed");
 }
 
 // The other things the program does, and mistakes people make.

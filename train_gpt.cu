@@ -191,11 +191,21 @@ typedef struct {
     floatX *logits;  // (chunk, V)
     int logits_rows;
     Grads d;
-    float *losses; // (N)
-    float *rope_cos, *rope_sin;
+    float *losses;      // (N)
+    uint32_t *tokens;   // (N) inputs of the micro-batch
+    int32_t *targets;   // (N) -1 = not counted
     int32_t *positions; // (N)
+    float *rope_cos, *rope_sin;
+    float *staging;     // (STAGING) the host's side of copies to and from the arenas
     json_t *side_files; // tokenizer and others that travel with the model
 } Stage;
+
+// Floats moved at once between files and tensor memory; a multiple of 4.
+#ifdef TESTING
+enum { STAGING = 1000 }; // small tensors take several pieces too
+#else
+enum { STAGING = 1 << 20 };
+#endif
 
 static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
@@ -279,6 +289,7 @@ static void stage_free(Stage *stage) {
     free(stage->p.layers);
     free(stage->g.layers);
     free(stage->acts);
+    free(stage->staging);
     free(stage->tensors);
     json_decref(stage->side_files);
     memset(stage, 0, sizeof *stage);
@@ -349,6 +360,8 @@ static int64_t stage_carve(Stage *stage, float *base) {
     stage->losses = carve(&carver, N);
     stage->rope_cos = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
     stage->rope_sin = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
+    stage->tokens = (uint32_t *)(void *)carve(&carver, N);
+    stage->targets = (int32_t *)(void *)carve(&carver, N);
     stage->positions = (int32_t *)(void *)carve(&carver, N);
     if (stage->training) {
         stage->d.dx = carve(&carver, N * C);
@@ -436,6 +449,8 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     stage->acts_arena = (floatX *)device_alloc(sizeof(float) * (size_t)stage->acts_floats);
     if (stage->acts_arena == NULL) return -1;
     stage_carve(stage, stage->acts_arena);
+    stage->staging = (float *)malloc(sizeof(float) * STAGING);
+    if (stage->staging == NULL) return error_set("out of memory for the staging buffer");
     rope_inv_freq(inv_freq, stage->config.head_dim, &stage->config.rope);
     rope_tables(stage->rope_cos, stage->rope_sin, inv_freq, stage->max_T, stage->config.head_dim, stream);
     return 0;
@@ -446,13 +461,16 @@ static int stage_alloc(Stage *stage, Stream *stream) {
 static void stage_init(Stage *stage, uint64_t seed) {
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
-        float *values = stage->params + tensor->offset;
+        for (int64_t at = 0; at < tensor->n; at += STAGING) {
+            int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
 #pragma omp parallel for
-        for (int64_t j = 0; j < tensor->n; j += 4) {
-            float normal[4];
-            rand_normal4(normal, seed, RAND_INIT, (uint32_t)i, (uint64_t)j / 4);
-            for (int64_t k = j; k < j + 4 && k < tensor->n; k++)
-                values[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
+            for (int64_t j = 0; j < n; j += 4) {
+                float normal[4];
+                rand_normal4(normal, seed, RAND_INIT, (uint32_t)i, (uint64_t)(at + j) / 4);
+                for (int64_t k = j; k < j + 4 && k < n; k++)
+                    stage->staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
+            }
+            device_copy(stage->params + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n);
         }
     }
 }
@@ -476,17 +494,29 @@ static int stage_match(const Stage *stage, const ModelFile *file) {
     return 0;
 }
 
+// Copies a file's tensor into an arena at the table's place; check: refuses values that are not finite.
+static int stage_read_tensor(Stage *stage, float *arena, const Tensor *tensor, const SafeTensor *from, int check) {
+    for (int64_t at = 0; at < tensor->n; at += STAGING) {
+        int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
+        if (safetensor_read(stage->staging, from, at, n)) return -1;
+        for (int64_t j = 0; check && j < n; j++)
+            if (!isfinite(stage->staging[j]))
+                return error_set("%s: element %lld is %g", from->name, (long long)(at + j), (double)stage->staging[j]);
+        device_copy(arena + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n);
+    }
+    return 0;
+}
+
 // Copies the weights of a matched file into the parameters.
 static int stage_load(Stage *stage, const ModelFile *file, int check) {
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
-        const char *path;
+        const char *path = "";
+        char reason[ERROR_MAX];
         const SafeTensor *from = model_file_find(file, tensor->name, &path);
-        float *values = stage->params + tensor->offset;
-        if (safetensor_read(values, from, 0, tensor->n)) return -1;
-        for (int64_t j = 0; check && j < tensor->n; j++)
-            if (!isfinite(values[j]))
-                return error_set("%s: %s: element %lld is %g", path, tensor->name, (long long)j, (double)values[j]);
+        if (stage_read_tensor(stage, stage->params, tensor, from, check) == 0) continue;
+        memcpy(reason, error_message, sizeof reason);
+        return error_set("%.400s: %.500s", path, reason);
     }
     stage->side_files = json_incref(file->side_files);
     return 0;
@@ -506,9 +536,16 @@ static int stage_write_arenas(const Stage *stage, const char *path, json_t *meta
         }
     }
     if (safetensors_begin(&writer, path)) return -1;
-    for (int a = 0; a < n; a++)
-        for (int i = 0; i < stage->n_tensors; i++)
-            safetensors_append(&writer, arenas[a] + stage->tensors[i].offset, stage->tensors[i].n, dtype);
+    for (int a = 0; a < n; a++) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            for (int64_t at = 0; at < tensor->n; at += STAGING) {
+                int64_t count = tensor->n - at < STAGING ? tensor->n - at : STAGING;
+                device_copy(stage->staging, arenas[a] + tensor->offset + at, sizeof(float) * (size_t)count);
+                safetensors_append(&writer, stage->staging, count, dtype);
+            }
+        }
+    }
     return file_writer_close(&writer.file);
 }
 
@@ -622,8 +659,9 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
 static void stage_forward(Stage *stage, const uint32_t *tokens, int B, int T, KvCache *cache, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = config->n_layers;
+    device_copy(stage->tokens, tokens, sizeof *tokens * (size_t)N);
     rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
-    embedding_forward(stage->acts[0].x, tokens, stage->p.embed, N, C, stream);
+    embedding_forward(stage->acts[0].x, stage->tokens, stage->p.embed, N, C, stream);
     for (int l = 0; l < L; l++)
         layer_forward(stage, &stage->acts[l], &stage->p.layers[l], l + 1 < L ? stage->acts[l + 1].x : stage->last, l, B,
                       T, cache, stream);
@@ -631,24 +669,33 @@ static void stage_forward(Stage *stage, const uint32_t *tokens, int B, int T, Kv
     if (cache != NULL) cache->used += T;
 }
 
-// Head and loss over chunks of rows: losses (N) get each target's loss in nats. In training, d.dnorm becomes the
-// gradient of the normed output and the head's gradient is written, both times `scale` (1 / targets of the step).
-static void head_loss(Stage *stage, const int32_t *targets, int N, int backward, float scale, int first,
-                      Stream *stream) {
+// Head and loss over chunks of rows, targets (N): returns the sum of the targets' losses in nats. In training, d.dnorm
+// becomes the gradient of the normed output and the head's gradient is written, both times `scale` (1 / targets of the
+// step).
+static double head_loss(Stage *stage, const int32_t *targets, int N, int backward, float scale, int first,
+                        Stream *stream) {
     int C = stage->config.channels, V = stage->config.vocab;
+    device_copy(stage->targets, targets, sizeof *targets * (size_t)N);
     for (int n = 0; n < N; n += stage->logits_rows) {
         int rows = N - n < stage->logits_rows ? N - n : stage->logits_rows;
         floatX *normed = stage->normed + (size_t)n * C;
         matmul_forward(stage->logits, normed, stage->p.head, rows, C, V, 0, stream);
-        cross_entropy(stage->losses + n, stage->logits, targets + n, rows, V, scale, backward, stream);
+        cross_entropy(stage->losses + n, stage->logits, stage->targets + n, rows, V, scale, backward, stream);
         if (!backward) continue;
         matmul_backward(stage->d.dnorm + (size_t)n * C, stage->g.head, stage->logits, normed, stage->p.head, rows, C, V,
                         !first || n > 0, stream);
     }
+    double sum = 0.0;
+    for (int n = 0; n < N; n += STAGING) { // rows in order: the sum has one value
+        int rows = N - n < STAGING ? N - n : STAGING;
+        device_copy(stage->staging, stage->losses + n, sizeof(float) * (size_t)rows);
+        for (int i = 0; i < rows; i++) sum += (double)stage->staging[i];
+    }
+    return sum;
 }
 
 // Gradients of one micro-batch after stage_forward and head_loss.
-static void stage_backward(Stage *stage, const uint32_t *tokens, int B, int T, int first, Stream *stream) {
+static void stage_backward(Stage *stage, int B, int T, int first, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels;
     device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C);
@@ -659,7 +706,7 @@ static void stage_backward(Stage *stage, const uint32_t *tokens, int B, int T, i
         layer_backward(stage, &stage->acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first,
                        stream);
     }
-    embedding_backward(stage->g.embed, stage->d.dx, tokens, N, C, stream);
+    embedding_backward(stage->g.embed, stage->d.dx, stage->tokens, N, C, stream);
 }
 
 // The sequences of one optimizer step.
@@ -709,10 +756,9 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
         double start = seconds();
         stage_forward(stage, batch->tokens + at, B, batch->T, NULL, stream);
         double middle = seconds();
-        head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
+        sum += head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
-        stage_backward(stage, batch->tokens + at, B, batch->T, b == 0, stream);
-        for (int n = 0; n < N; n++) sum += (double)stage->losses[n];
+        stage_backward(stage, B, batch->T, b == 0, stream);
         if (times != NULL) { // of the head's three products one is forward
             times->forward += middle - start + (headed - middle) / 3.0;
             times->backward += seconds() - headed + (headed - middle) * 2.0 / 3.0;
@@ -775,10 +821,9 @@ static int evaluate(Stage *stage, const Dataset *data, const Tokenizer *tokenize
             out->n_targets += split_read(split, w + i, T, batch.tokens + at, batch.targets + at);
         }
         stage_forward(stage, batch.tokens, b, T, NULL, stream);
-        head_loss(stage, batch.targets, b * T, 0, 0.0f, 0, stream);
+        sum += head_loss(stage, batch.targets, b * T, 0, 0.0f, 0, stream);
         for (int n = 0; n < b * T; n++) {
             char bytes[8];
-            sum += (double)stage->losses[n];
             if (batch.targets[n] >= 0) out->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch.targets[n]);
         }
     }
@@ -833,10 +878,11 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(length + 1));
     Candidate *work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
+    float *logits = (float *)malloc(sizeof(float) * (size_t)V);
     KvCache cache = {NULL, T_max, 0};
     cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)stage->config.n_layers * (size_t)T_max * 2 *
                                         (size_t)config_kv_dim(&stage->config));
-    if (tokens == NULL || work == NULL || cache.rows == NULL) {
+    if (tokens == NULL || work == NULL || logits == NULL || cache.rows == NULL) {
         result = error_set("out of memory for generation");
     } else {
         if (tokenizer->bos >= 0) tokens[n++] = (uint32_t)tokenizer->bos;
@@ -852,7 +898,8 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
                        stage->config.channels, V, 0, stream);
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
-        int id = sample_token(stage->logits, V, opts->temperature, opts->top_p, u, work);
+        device_copy(logits, stage->logits, sizeof(float) * (size_t)V);
+        int id = sample_token(logits, V, opts->temperature, opts->top_p, u, work);
         if (id < 0) result = -1;
         if (id < 0 || id == tokenizer->eos) break;
         int n_bytes = tokenizer_decode(tokenizer, text, (uint32_t)id);
@@ -861,6 +908,7 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
         tokens[0] = (uint32_t)id, n = 1;
     }
     device_free(cache.rows);
+    free(logits);
     free(work);
     free(tokens);
     return result;
@@ -1186,7 +1234,7 @@ static int resume_state(Trainer *trainer, const json_t *state) {
             if (tensor == NULL || tensor->dtype != DTYPE_F32 || safetensor_count(tensor) != stage->tensors[i].n)
                 result = error_set("%s: tensor %s is missing or of another shape", path, name);
             else
-                result = safetensor_read(arena + stage->tensors[i].offset, tensor, 0, stage->tensors[i].n);
+                result = stage_read_tensor(stage, arena, &stage->tensors[i], tensor, 0);
         }
     }
     safetensors_close(&file);
