@@ -1709,7 +1709,7 @@ static int program(int argc, char **argv) {
     return result;
 }
 
-#ifndef TESTING
+#if !defined(TESTING) && !defined(BENCHMARK)
 int main(int argc, char **argv) {
     // A thread that waits for the others should spin a moment and then sleep. libgomp's default spins for milliseconds:
     // beside one other busy program training ran 10 times slower. It reads its settings before main, hence the new

@@ -20,7 +20,7 @@
 #ifdef TESTING
 #define MATMUL_SLICE 700 // small shapes meet the slices too
 #else
-#define MATMUL_SLICE ((int64_t)32 << 20)
+#define MATMUL_SLICE ((int64_t)4 << 20)
 #endif
 
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
