@@ -202,9 +202,9 @@ typedef struct {
 
 // Floats moved at once between files and tensor memory; a multiple of 4.
 #ifdef TESTING
-enum { STAGING = 1000 }; // small tensors take several pieces too
+#define STAGING ((int64_t)1000) // small tensors take several pieces too
 #else
-enum { STAGING = 1 << 20 };
+#define STAGING ((int64_t)1 << 20)
 #endif
 
 static int64_t round_up(int64_t n, int64_t unit) {
@@ -686,8 +686,8 @@ static double head_loss(Stage *stage, const int32_t *targets, int N, int backwar
                         !first || n > 0, stream);
     }
     double sum = 0.0;
-    for (int n = 0; n < N; n += STAGING) { // rows in order: the sum has one value
-        int rows = N - n < STAGING ? N - n : STAGING;
+    for (int n = 0; n < N; n += (int)STAGING) { // rows in order: the sum has one value
+        int rows = N - n < (int)STAGING ? N - n : (int)STAGING;
         device_copy(stage->staging, stage->losses + n, sizeof(float) * (size_t)rows);
         for (int i = 0; i < rows; i++) sum += (double)stage->staging[i];
     }
