@@ -1964,13 +1964,13 @@ static void test_interrupt(void) {
     while (waitpid(child, &status, WNOHANG) == 0) kill(child, SIGINT);
     check(WIFEXITED(status) && WEXITSTATUS(status) == 130, "two Ctrl-C end with status %d", status);
 
-    check_run(0, NULL, SMALL "-n 400 --save-every 3 --val-every 100 -o @/calm", "done");
+    check_run(0, NULL, SMALL "-n 400 --save-every 3 --val-every 100 -o @/alone", "done");
     child = start_and_wait(SMALL "-n 400 --save-every 3 --val-every 100 -o @/killed", "killed", "\"step\":31,");
     kill(child, SIGKILL);
     waitpid(child, &status, 0);
     check(WIFSIGNALED(status), "it was over before it could be killed");
     check_run(0, NULL, "-o @/killed --resume", "done");
-    check_same_run("calm", "killed");
+    check_same_run("alone", "killed");
 }
 
 // The other things the program does, and mistakes people make.
