@@ -549,10 +549,24 @@ static int stage_write_arenas(const Stage *stage, const char *path, json_t *meta
     return file_writer_close(&writer.file);
 }
 
-// Writes the native file: weights, config and side files in one. Written aside and renamed.
-static int stage_save_native(const Stage *stage, const char *path, Dtype dtype) {
+// Writes the weights as one safetensors file, aside and then renamed: `path` holds the old file or the whole new one.
+// Takes over the reference to metadata.
+static int stage_write_weights(const Stage *stage, const char *path, json_t *metadata, Dtype dtype) {
     char aside[PATH_MAX];
     const char *prefix = "";
+    if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside) {
+        json_decref(metadata);
+        return error_set("%.200s: the path is too long", path);
+    }
+    if (stage_write_arenas(stage, aside, metadata, dtype, 1, &stage->params, &prefix) || file_replace(aside, path)) {
+        unlink(aside);
+        return -1;
+    }
+    return 0;
+}
+
+// Writes the native file: weights, config and side files in one.
+static int stage_save_native(const Stage *stage, const char *path, Dtype dtype) {
     json_t *metadata = json_copy(stage->side_files);
     json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
     char *text = config != NULL ? json_dumps(config, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
@@ -561,30 +575,20 @@ static int stage_save_native(const Stage *stage, const char *path, Dtype dtype) 
     json_object_set_new(metadata, "format", json_string("pt"));
     json_object_set_new(metadata, "config", json_string(text));
     free(text);
-    if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside)
-        return error_set("%.200s: the path is too long", path);
-    if (stage_write_arenas(stage, aside, metadata, dtype, 1, &stage->params, &prefix) || file_replace(aside, path)) {
-        unlink(aside);
-        return -1;
-    }
-    return 0;
+    return stage_write_weights(stage, path, metadata, dtype);
 }
 
 // Writes a folder that transformers loads: config.json, model.safetensors and the side files.
 static int stage_save_folder(const Stage *stage, const char *folder, Dtype dtype) {
-    char path[PATH_MAX], aside[PATH_MAX];
-    const char *prefix = "", *name;
+    char path[PATH_MAX];
+    const char *name;
     json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16"), *side;
     char *text = config != NULL ? json_dumps(config, JSON_INDENT(2) | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (text == NULL) return error_set("%s: out of memory", folder);
     int result = file_make_folders(folder);
     if (result == 0) result = path_join(path, folder, "model.safetensors");
-    if (result == 0) result = path_join(aside, folder, "model.safetensors.tmp");
-    if (result == 0)
-        result =
-            stage_write_arenas(stage, aside, json_pack("{s:s}", "format", "pt"), dtype, 1, &stage->params, &prefix);
-    if (result == 0) result = file_replace(aside, path);
+    if (result == 0) result = stage_write_weights(stage, path, json_pack("{s:s}", "format", "pt"), dtype);
     if (result == 0) result = path_join(path, folder, "config.json");
     if (result == 0) result = file_write_text(path, text);
     free(text);
@@ -1084,16 +1088,21 @@ static void run_log_start(Trainer *trainer, const char *kind) {
     run_append(&trainer->run, line);
 }
 
+// The training data's hash as run.json holds it.
+static json_t *data_hash(const Trainer *trainer) {
+    char text[32];
+    snprintf(text, sizeof text, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
+    return json_string(text);
+}
+
 // What run.json of a checkpoint says.
 static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
-    char hash[32];
-    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
-    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:s, s:o}", "meshtune", MESHTUNE_VERSION, "step",
+    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION, "step",
                      (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
                      "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
-                     isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", hash, "options",
-                     cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
+                     isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", data_hash(trainer),
+                     "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
 }
 
 static int stage_is_finite(const Stage *stage, Stream *stream) {
@@ -1202,7 +1211,7 @@ static int resume_settings(Trainer *trainer, json_t **state) {
 
 // Position and moments from the checkpoint whose weights are loaded.
 static int resume_state(Trainer *trainer, const json_t *state) {
-    char folder[PATH_MAX], path[PATH_MAX], name[128], hash[32];
+    char folder[PATH_MAX], path[PATH_MAX], name[128];
     Progress *p = &trainer->progress;
     Stage *stage = &trainer->stage;
     SafeTensors file;
@@ -1220,8 +1229,10 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     p->elapsed = json_real_value(json_object_get(state, "elapsed"));
     const json_t *best = json_object_get(state, "best_val"), *saved_hash = json_object_get(state, "data_hash");
     p->best_val = json_is_real(best) ? json_real_value(best) : (double)INFINITY;
-    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
-    if (!json_is_string(saved_hash) || strcmp(json_string_value(saved_hash), hash) != 0)
+    json_t *hash = data_hash(trainer);
+    int same_data = json_equal(saved_hash, hash);
+    json_decref(hash);
+    if (!same_data)
         return error_set("--resume: the data differ from the run's; to train on other data start a new run with -m %s",
                          trainer->run.path);
     if (checkpoint_path(folder, trainer->run.path, p->step, "") || path_join(path, folder, "optimizer.bin")) return -1;
