@@ -320,7 +320,8 @@ static double attention_objective(const double *input, const void *context) {
     return total;
 }
 
-static void test_attention(void) {
+// With bf16 the operands keep 8 bits: 1% of the largest value is allowed.
+static void attention_cases(Precision precision) {
     static const struct {
         AttentionShape s;
         int backward;
@@ -329,7 +330,8 @@ static void test_attention(void) {
                  {{2, 130, 130, 6, 2, 20, 0, 0}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0}, 0},
                  {{1, 65, 65, 2, 2, 96, 0, 0}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0}, 0},
                  {{1, 3, 131, 4, 2, 10, 0, 0}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0}, 0}};
-    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Stream *stream = test_stream(precision, 2);
+    double tol = precision == PRECISION_BF16 ? 1e-2 : 1e-6;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         AttentionShape s = cases[i].s;
         int64_t n_q = (int64_t)s.B * s.Tq * s.NH * s.HD, n_k = (int64_t)s.B * s.Tk * s.NKV * s.HD, n = n_q + 2 * n_k;
@@ -342,7 +344,7 @@ static void test_attention(void) {
         attention_reference(wide + n, wide, &s);
         for (int64_t j = 0; j < n_q; j++) expected[j] = (float)wide[n + j];
         attention_forward(out, lse, input, input + n_q, input + n_q + n_k, s, stream);
-        check_close(out, expected, n_q, 1e-6, "out");
+        check_close(out, expected, n_q, tol, "out");
         if (cases[i].backward) {
             AttentionCase context = {s, dout};
             Objective objective = {attention_objective, &context};
@@ -350,10 +352,10 @@ static void test_attention(void) {
             attention_backward(grad, grad + n_q, grad + n_q + n_k, dout, out, lse, input, input + n_q,
                                input + n_q + n_k, s, stream);
             if (s.Tk > 1) { // with one key the softmax is constant and dq = dk = 0
-                check_close(grad, expected, n_q, 2e-6, "dq");
-                check_close(grad + n_q, expected + n_q, n_k, 2e-6, "dk");
+                check_close(grad, expected, n_q, 2 * tol, "dq");
+                check_close(grad + n_q, expected + n_q, n_k, 2 * tol, "dk");
             }
-            check_close(grad + n_q + n_k, expected + n_q + n_k, n_k, 2e-6, "dv");
+            check_close(grad + n_q + n_k, expected + n_q + n_k, n_k, 2 * tol, "dv");
         }
         release(out, n_q, "out");
         release(lse, (int64_t)s.B * s.NH * s.Tq, "lse");
@@ -366,8 +368,13 @@ static void test_attention(void) {
     stream_destroy(stream);
 }
 
+static void test_attention(void) {
+    attention_cases(PRECISION_FP32);
+    attention_cases(PRECISION_BF16);
+}
+
 // The backward at sizes where differences are too slow: T 200 over four blocks against a plain float64 backward.
-static void test_attention_backward_blocks(void) {
+static void attention_backward_blocks(Precision precision, double tol) {
     AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32}; // one joint row, as in training
     int QKV = s.q_stride, T = s.Tk, A = s.NH * s.HD, KV = s.NKV * s.HD, group = s.NH / s.NKV;
     int64_t n = (int64_t)s.B * T * QKV, n_out = (int64_t)s.B * T * A;
@@ -375,7 +382,7 @@ static void test_attention_backward_blocks(void) {
     float *lse = guarded((int64_t)s.B * s.NH * T), *dx = guarded(n),
           *expected = (float *)malloc(sizeof(float) * (size_t)n);
     double *wide = (double *)calloc((size_t)n, sizeof(double)), *p = (double *)malloc(sizeof(double) * (size_t)T);
-    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Stream *stream = test_stream(precision, 2);
     attention_forward(out, lse, x, x + A, x + A + KV, s, stream);
     attention_backward(dx, dx + A, dx + A + KV, dout, out, lse, x, x + A, x + A + KV, s, stream);
     for (int task = 0; task < s.B * s.NH * T; task++) {
@@ -406,7 +413,7 @@ static void test_attention_backward_blocks(void) {
         }
     }
     for (int64_t i = 0; i < n; i++) expected[i] = (float)wide[i];
-    check_close(dx, expected, n, 2e-6, "dqkv");
+    check_close(dx, expected, n, tol, "dqkv");
     release(out, n_out, "out");
     release(lse, (int64_t)s.B * s.NH * T, "lse");
     release(dx, n, "dqkv");
@@ -416,6 +423,11 @@ static void test_attention_backward_blocks(void) {
     free(wide);
     free(p);
     stream_destroy(stream);
+}
+
+static void test_attention_backward_blocks(void) {
+    attention_backward_blocks(PRECISION_FP32, 2e-6);
+    attention_backward_blocks(PRECISION_BF16, 1e-2);
 }
 
 // Matrix products at odd sizes, all three directions, overwriting and adding, fp32 and bf16, weights cut into slices.
@@ -431,8 +443,9 @@ static void matmul_case(int N, int K, int M, Precision precision, int accumulate
     float *expected = (float *)calloc((size_t)largest, sizeof(float));
     for (int64_t i = 0; accumulate && i < (int64_t)N * M; i++) out[i] = 1.0f;
     for (int64_t i = 0; accumulate && i < (int64_t)M * K; i++) dw[i] = 2.0f;
-    matmul_forward(out, x, w, N, K, M, accumulate, stream);
-    matmul_backward(dx, dw, dout, x, w, N, K, M, accumulate, stream);
+    Weight weight = {w, NULL};
+    matmul_forward(out, x, weight, N, K, M, accumulate, stream);
+    matmul_backward(dx, dw, dout, x, weight, N, K, M, accumulate, stream);
     check(stream_check(stream) == 0, "%s", error_message);
     for (int n = 0; n < N; n++) {
         for (int m = 0; m < M; m++) {
@@ -632,7 +645,7 @@ static void test_adamw(void) {
 }
 
 // Every op whose sums are ours gives the same bits with 1, 2, 3 and 5 threads.
-static void test_threads(void) {
+static void threads_agree(Precision precision) {
     enum {
         B = 2,
         T = 70,
@@ -655,7 +668,7 @@ static void test_threads(void) {
     int32_t targets[N];
     for (int n = 0; n < N; n++) targets[n] = n % V;
     for (int i = 0; i < 4; i++) {
-        Stream *stream = test_stream(PRECISION_FP32, threads[i]);
+        Stream *stream = test_stream(precision, threads[i]);
         float *dqkv = results[i] = (float *)calloc(TOTAL, sizeof(float)), *att = dqkv + N * QKV, *dx = att + N * A;
         float *dweight = dx + N * C, *dlogits = dweight + C, *loss = dlogits + N * V;
         attention_forward(att, lse, qkv, qkv + A, qkv + A + NKV * HD, shape, stream);
@@ -678,6 +691,11 @@ static void test_threads(void) {
     free(grad);
     free(weight);
     free(logits);
+}
+
+static void test_threads(void) {
+    threads_agree(PRECISION_FP32);
+    threads_agree(PRECISION_BF16);
 }
 
 static void test_learning_rate(void) {
@@ -876,7 +894,8 @@ static void test_model_against_pytorch(void) {
         float *logits = dump_values(&f.dump, "", "logits", &n);
         stage_forward(&f.stage, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
         float *ours = guarded(n);
-        matmul_forward(ours, f.stage.normed, f.stage.p.head, N, f.stage.config.channels, V, 0, f.stream);
+        matmul_forward(ours, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V, 0,
+                       f.stream);
         check_close(ours, logits, n, 2e-6, "logits");
         release(ours, n, "logits");
         free(logits);

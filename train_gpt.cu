@@ -179,6 +179,7 @@ typedef struct {
     int n_tensors;
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
+    uint16_t *rounded;             // bf16 copy of params for the products, or NULL
     ModelTensors p, g;
     // activations for at most max_B sequences of max_T tokens
     int max_B, max_T, recompute, training;
@@ -282,6 +283,7 @@ static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
 
 static void stage_free(Stage *stage) {
     device_free(stage->params);
+    device_free(stage->rounded);
     device_free(stage->grads);
     device_free(stage->m);
     device_free(stage->v);
@@ -378,27 +380,8 @@ static int64_t larger(int64_t a, int64_t b) {
 
 // What a stage takes, in bytes.
 typedef struct {
-    int64_t params, grads, moments, acts, scratch;
+    int64_t params, rounded, grads, moments, acts, scratch;
 } StageBytes;
-
-// scratch: what the ops keep between calls, attention's blocks for every thread and bf16 copies of operands.
-static StageBytes stage_bytes(const Stage *stage, Precision precision, int threads) {
-    const Config *config = &stage->config;
-    int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
-    int64_t head = round_up(config->head_dim, 16), T = round_up(stage->max_T, 16), floats = stage->arena_floats;
-    int64_t attention = threads * (9 * T * head + T + 2 * ATTENTION_BLOCK * ATTENTION_BLOCK) * 4;
-    int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
-    int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
-    StageBytes bytes = {floats * 4, 0, 0, stage->acts_floats * 4, attention};
-    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 8;
-    if (precision == PRECISION_BF16) bytes.scratch += operands;
-    return bytes;
-}
-
-static int64_t stage_bytes_sum(const StageBytes *bytes) {
-    return bytes->params + bytes->grads + bytes->moments + bytes->acts + bytes->scratch;
-}
 
 // Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
 static int64_t memory_limit(void) {
@@ -409,6 +392,30 @@ static int64_t memory_limit(void) {
     if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < memory) memory = limit;
     fclose(file);
     return memory;
+}
+
+static int64_t stage_bytes_sum(const StageBytes *bytes) {
+    return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->acts + bytes->scratch;
+}
+
+// rounded: where a quarter of the memory stays free. scratch: what the ops keep between calls, attention's blocks and
+// bf16 copies of operands.
+static StageBytes stage_bytes(const Stage *stage, Precision precision, int threads) {
+    const Config *config = &stage->config;
+    int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
+    int64_t floats = stage->arena_floats, T = stage->max_T;
+    AttentionShape shape = {stage->max_B, (int)T, (int)T, config->heads, config->kv_heads, config->head_dim, 0, 0};
+    int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
+    int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
+    int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
+    int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
+    StageBytes bytes = {floats * 4, 0, 0, 0, stage->acts_floats * 4, attention};
+    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 8;
+    if (precision == PRECISION_BF16) bytes.scratch += operands;
+    if (precision == PRECISION_BF16 && stage->training &&
+        stage_bytes_sum(&bytes) + floats * 2 <= memory_limit() / 4 * 3)
+        bytes.rounded = floats * 2;
+    return bytes;
 }
 
 // 0, or -1 if the machine cannot hold the stage.
@@ -437,7 +444,9 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     float inv_freq[2048];
     if (stage_fits(stage, stream->precision, stream->threads)) return -1;
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
+    StageBytes plan = stage_bytes(stage, stream->precision, stream->threads);
     stage->params = (float *)device_alloc(bytes);
+    if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
     if (stage->training) {
         stage->grads = (float *)device_alloc(bytes);
@@ -454,6 +463,22 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     rope_inv_freq(inv_freq, stage->config.head_dim, &stage->config.rope);
     rope_tables(stage->rope_cos, stage->rope_sin, inv_freq, stage->max_T, stage->config.head_dim, stream);
     return 0;
+}
+
+// A weight of this stage as the products take it.
+static Weight stage_weight(const Stage *stage, const float *weight) {
+    Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->params) : NULL};
+    return view;
+}
+
+// Brings the bf16 copies up to date, where they are kept: before the products of a step or an evaluation.
+static void stage_round(Stage *stage, Stream *stream) {
+    for (int i = 0; stage->rounded != NULL && i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (t->n_dims == 2)
+            bf16_round(stage->rounded + t->offset, stage->params + t->offset, t->shape[0], t->shape[1], t->shape[1],
+                       stream);
+    }
 }
 
 // Random weights: normal with each tensor's deviation (the two products that write the residual stream are smaller by
@@ -616,7 +641,7 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
     rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->qkv, acts->norm1, w->qkv, N, C, QKV, 0, stream);
+    matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, 0, stream);
     rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
     const floatX *k = acts->qkv + A, *v = k + KV;
@@ -629,13 +654,13 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     }
     attention_forward(acts->att, acts->lse, acts->qkv, k, v, shape, stream);
     device_copy(acts->mid, acts->x, sizeof(floatX) * (size_t)N * C);
-    matmul_forward(acts->mid, acts->att, w->o, N, A, C, 1, stream);
+    matmul_forward(acts->mid, acts->att, stage_weight(stage, w->o), N, A, C, 1, stream);
     rmsnorm_forward(acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->gate_up, acts->norm2, w->gate_up, N, C, 2 * F, 0, stream);
+    matmul_forward(acts->gate_up, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, 0, stream);
     swiglu_forward(acts->hidden, acts->gate_up, N, F, stream);
     if (out == NULL) return; // recomputing: the output is known
     device_copy(out, acts->mid, sizeof(floatX) * (size_t)N * C);
-    matmul_forward(out, acts->hidden, w->down, N, F, C, 1, stream);
+    matmul_forward(out, acts->hidden, stage_weight(stage, w->down), N, F, C, 1, stream);
 }
 
 // d->dx: gradient of the layer's output in, of its input out. g: weight gradients, matrices overwritten on the first
@@ -647,15 +672,16 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
     const floatX *q = acts->qkv;
-    matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, w->down, N, F, C, !first, stream);
+    matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
-    matmul_backward(d->dnorm, g->gate_up, d->dwide, acts->norm2, w->gate_up, N, C, 2 * F, !first, stream);
+    matmul_backward(d->dnorm, g->gate_up, d->dwide, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, !first,
+                    stream);
     rmsnorm_backward(d->dx, g->ffn_norm, d->dnorm, acts->mid, w->ffn_norm, acts->rstd2, N, C, stream);
-    matmul_backward(d->dhidden, g->o, d->dx, acts->att, w->o, N, A, C, !first, stream);
+    matmul_backward(d->dhidden, g->o, d->dx, acts->att, stage_weight(stage, w->o), N, A, C, !first, stream);
     attention_backward(d->dwide, d->dwide + A, d->dwide + A + KV, d->dhidden, acts->att, acts->lse, q, q + A,
                        q + A + KV, shape, stream);
     rope_backward(d->dwide, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    matmul_backward(d->dnorm, g->qkv, d->dwide, acts->norm1, w->qkv, N, C, QKV, !first, stream);
+    matmul_backward(d->dnorm, g->qkv, d->dwide, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, !first, stream);
     rmsnorm_backward(d->dx, g->attn_norm, d->dnorm, acts->x, w->attn_norm, acts->rstd1, N, C, stream);
 }
 
@@ -683,11 +709,11 @@ static double head_loss(Stage *stage, const int32_t *targets, int N, int backwar
     for (int n = 0; n < N; n += stage->logits_rows) {
         int rows = N - n < stage->logits_rows ? N - n : stage->logits_rows;
         floatX *normed = stage->normed + (size_t)n * C;
-        matmul_forward(stage->logits, normed, stage->p.head, rows, C, V, 0, stream);
+        matmul_forward(stage->logits, normed, stage_weight(stage, stage->p.head), rows, C, V, 0, stream);
         cross_entropy(stage->losses + n, stage->logits, stage->targets + n, rows, V, scale, backward, stream);
         if (!backward) continue;
-        matmul_backward(stage->d.dnorm + (size_t)n * C, stage->g.head, stage->logits, normed, stage->p.head, rows, C, V,
-                        !first || n > 0, stream);
+        matmul_backward(stage->d.dnorm + (size_t)n * C, stage->g.head, stage->logits, normed,
+                        stage_weight(stage, stage->p.head), rows, C, V, !first || n > 0, stream);
     }
     double sum = 0.0;
     for (int n = 0; n < N; n += (int)STAGING) { // rows in order: the sum has one value
@@ -751,6 +777,7 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
                            Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
     double sum = 0.0;
+    stage_round(stage, stream);
     for (int i = 0; i < stage->n_tensors; i++)
         if (stage->tensors[i].accumulated)
             device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n);
@@ -818,6 +845,7 @@ static int evaluate(Stage *stage, const Dataset *data, const Tokenizer *tokenize
         batch_free(&batch);
         return -1;
     }
+    stage_round(stage, stream);
     for (int64_t w = 0; w < n_windows; w += B) {
         int b = n_windows - w < B ? (int)(n_windows - w) : B;
         for (int i = 0; i < b; i++) {
@@ -895,11 +923,12 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
             result = error_set("--generate: the prompt has %d tokens, the context is %d; nothing is left to generate",
                                n, T_max);
     }
+    stage_round(stage, stream);
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
         char text[8] = "";
         stage_forward(stage, tokens, 1, n, &cache, stream);
-        matmul_forward(stage->logits, stage->normed + (size_t)(n - 1) * stage->config.channels, stage->p.head, 1,
-                       stage->config.channels, V, 0, stream);
+        matmul_forward(stage->logits, stage->normed + (size_t)(n - 1) * stage->config.channels,
+                       stage_weight(stage, stage->p.head), 1, stage->config.channels, V, 0, stream);
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
         device_copy(logits, stage->logits, sizeof(float) * (size_t)V);
@@ -1274,6 +1303,7 @@ static void print_plan(const Trainer *trainer) {
     print_count("parameters", (double)stage->n_params, "");
     printf("memory:\n");
     print_count("parameters (fp32)", (double)bytes.params, "B");
+    if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
     if (stage->training) {
         print_count("gradients (fp32)", (double)bytes.grads, "B");
         print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");

@@ -1,4 +1,4 @@
-// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts].
+// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [256|1024] [fp32|bf16].
 //
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
@@ -125,20 +125,20 @@ static int bench_parts(Precision precision) {
     float loss[CHUNK], rstd[N], *lse = (float *)malloc(sizeof(float) * N * NH);
     if (base == NULL || targets == NULL || lse == NULL) return -1;
     float *weight = base, *dweight = base + (size_t)V * C, *logits = dweight + (size_t)V * C;
+    Weight w = {weight, NULL};
     float *x = logits + (size_t)CHUNK * V, *y = x + (size_t)N * 2 * F, *q = y + (size_t)N * 2 * F;
     float *dq = q + (size_t)N * QKV, *z = dq + (size_t)N * QKV;
     for (int64_t i = 0; i < floats; i++) base[i] = (float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f;
     double matmul = 2e-9 * N, attention = 4e-9 * T * T * NH * HD / 2, nc = 4e-9 * N * C, nf = 4e-9 * N * F;
     printf("ops of a 124M layer, %d rows, T %d, %s:\n", N, T, precision == PRECISION_BF16 ? "bf16" : "fp32");
-    BENCH_OP("matmul qkv forward", matmul * C * QKV, 0.0, matmul_forward(q, x, weight, N, C, QKV, 0, stream));
+    BENCH_OP("matmul qkv forward", matmul * C * QKV, 0.0, matmul_forward(q, x, w, N, C, QKV, 0, stream));
     BENCH_OP("matmul qkv backward", 2 * matmul * C * QKV, 0.0,
-             matmul_backward(z, dweight, dq, x, weight, N, C, QKV, 1, stream));
-    BENCH_OP("matmul gate_up forward", matmul * C * 2 * F, 0.0, matmul_forward(y, x, weight, N, C, 2 * F, 0, stream));
+             matmul_backward(z, dweight, dq, x, w, N, C, QKV, 1, stream));
+    BENCH_OP("matmul gate_up forward", matmul * C * 2 * F, 0.0, matmul_forward(y, x, w, N, C, 2 * F, 0, stream));
     BENCH_OP("matmul gate_up backward", 2 * matmul * C * 2 * F, 0.0,
-             matmul_backward(z, dweight, y, x, weight, N, C, 2 * F, 1, stream));
-    BENCH_OP("matmul down forward", matmul * C * F, 0.0, matmul_forward(z, y, weight, N, F, C, 1, stream));
-    BENCH_OP("matmul down backward", 2 * matmul * C * F, 0.0,
-             matmul_backward(y, dweight, z, y, weight, N, F, C, 1, stream));
+             matmul_backward(z, dweight, y, x, w, N, C, 2 * F, 1, stream));
+    BENCH_OP("matmul down forward", matmul * C * F, 0.0, matmul_forward(z, y, w, N, F, C, 1, stream));
+    BENCH_OP("matmul down backward", 2 * matmul * C * F, 0.0, matmul_backward(y, dweight, z, y, w, N, F, C, 1, stream));
     BENCH_OP("attention forward", attention, 0.0, attention_forward(z, lse, q, q + C, q + 2 * C, shape, stream));
     BENCH_OP("attention backward", 2 * attention, 0.0,
              attention_backward(dq, dq + C, dq + 2 * C, x, z, lse, q, q + C, q + 2 * C, shape, stream));
@@ -146,10 +146,10 @@ static int bench_parts(Precision precision) {
     BENCH_OP("rmsnorm backward", 0.0, 6 * nc, rmsnorm_backward(z, dweight, x, y, weight, rstd, N, C, stream));
     BENCH_OP("swiglu forward", 0.0, 3 * nf, swiglu_forward(x, y, N, F, stream));
     BENCH_OP("swiglu backward", 0.0, 5 * nf, swiglu_backward(y, x, y, N, F, stream));
-    BENCH_OP("matmul head forward", matmul * C * V, 0.0, matmul_forward(logits, x, weight, N, C, V, 0, stream));
+    BENCH_OP("matmul head forward", matmul * C * V, 0.0, matmul_forward(logits, x, w, N, C, V, 0, stream));
     BENCH_OP("cross entropy", 0.0, 3 * 4e-9 * N * V, cross_entropy(loss, logits, targets, N, V, 1e-3f, 1, stream));
     BENCH_OP("matmul head backward", 2 * matmul * C * V, 0.0,
-             matmul_backward(z, dweight, logits, x, weight, N, C, V, 1, stream));
+             matmul_backward(z, dweight, logits, x, w, N, C, V, 1, stream));
     device_free(base);
     free(targets);
     free(lse);
@@ -157,25 +157,31 @@ static int bench_parts(Precision precision) {
     return 0;
 }
 
-static int bench_wanted(int argc, char **argv, const char *name) {
-    int wanted = argc == 1 && strcmp(name, "parts") != 0;
-    for (int i = 1; i < argc; i++) wanted |= strcmp(argv[i], name) == 0;
-    return wanted;
+static int bench_named(int argc, char **argv, const char *name) {
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], name) == 0) return 1;
+    return 0;
+}
+
+// Of two alternatives both are wanted unless exactly one is named.
+static int bench_either(int argc, char **argv, const char *name, const char *other) {
+    return bench_named(argc, argv, name) || !bench_named(argc, argv, other);
 }
 
 int main(int argc, char **argv) {
-    int result = 0, has_bf16 = device_has_bf16();
-    if (bench_wanted(argc, argv, "parts")) {
-        result = bench_parts(PRECISION_FP32);
-        if (result == 0 && has_bf16) result = bench_parts(PRECISION_BF16);
-    }
-    for (int p = 0; p <= has_bf16 && result == 0; p++) {
-        if (bench_wanted(argc, argv, "124m")) {
-            result = bench_model("124M", "124m", 16, 256, 4, (Precision)p, 3);
-            if (result == 0) result = bench_model("124M", "124m", 4, 1024, 1, (Precision)p, 3);
-        }
-        if (result == 0 && bench_wanted(argc, argv, "1b"))
-            result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, (Precision)p, 1);
+    int result = 0;
+    int parts = bench_named(argc, argv, "parts"), small = bench_named(argc, argv, "124m");
+    int large = bench_named(argc, argv, "1b"), all = !parts && !small && !large;
+    for (int p = 0; p < 2 && result == 0; p++) {
+        Precision precision = (Precision)p;
+        if (precision == PRECISION_BF16 && !device_has_bf16()) continue;
+        if (!bench_either(argc, argv, p ? "bf16" : "fp32", p ? "fp32" : "bf16")) continue;
+        if (parts) result = bench_parts(precision);
+        if (result == 0 && (all || small) && bench_either(argc, argv, "256", "1024"))
+            result = bench_model("124M", "124m", 16, 256, 4, precision, 3);
+        if (result == 0 && (all || small) && bench_either(argc, argv, "1024", "256"))
+            result = bench_model("124M", "124m", 4, 1024, 1, precision, 3);
+        if (result == 0 && (all || large)) result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, precision, 1);
     }
     if (result != 0) printf("bench: %s\n", error_message);
     return result != 0;

@@ -96,7 +96,7 @@ typedef struct {
     dnnl_memory_t a, b, out;    // descriptions; data pointers are set at each call
 } MatmulEntry;
 
-#define MATMUL_SLOTS 512
+#define MATMUL_SLOTS 1024
 
 enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_COUNT }; // bf16 operands; an op's own temporaries
 
@@ -109,6 +109,7 @@ typedef struct Stream {
     Scratch scratch[SCRATCH_COUNT];
     int failed; // an op failed; error_message says which
     MatmulEntry matmul[MATMUL_SLOTS];
+    struct Stream **workers; // (threads) streams of one thread each, for ops whose threads multiply on their own
 } Stream;
 
 // 1 if the CPU multiplies bf16 natively.
@@ -131,6 +132,8 @@ static inline void matmul_entry_free(MatmulEntry *entry) {
 
 static inline void stream_destroy(Stream *stream) {
     if (stream == NULL) return;
+    for (int i = 0; stream->workers != NULL && i < stream->threads; i++) stream_destroy(stream->workers[i]);
+    free(stream->workers);
     for (int i = 0; i < MATMUL_SLOTS; i++)
         if (stream->matmul[i].primitive != NULL) matmul_entry_free(&stream->matmul[i]);
     for (int i = 0; i < SCRATCH_COUNT; i++) device_free(stream->scratch[i].data);
@@ -153,6 +156,30 @@ static inline int stream_create(Stream **out, Precision precision, int threads) 
     }
     *out = stream;
     return 0;
+}
+
+// Makes the workers at first use. Returns 0 or -1.
+static inline int stream_workers(Stream *stream) {
+    if (stream->workers != NULL) return 0;
+    stream->workers = (Stream **)calloc((size_t)stream->threads, sizeof(Stream *));
+    if (stream->workers == NULL) return error_set("out of memory for %d streams", stream->threads);
+    for (int i = 0; i < stream->threads; i++)
+        if (stream_create(&stream->workers[i], stream->precision, 1)) return -1;
+    omp_set_num_threads(stream->threads);
+    return 0;
+}
+
+// The calling thread's worker, inside a parallel region of the stream's threads. Products planned from here on in the
+// region expect one thread.
+static inline Stream *stream_worker(Stream *stream) {
+    omp_set_num_threads(1); // of this thread's inner regions, until the region ends
+    return stream->workers[omp_get_thread_num()];
+}
+
+// After the region: a worker's failure is the stream's. Its message stayed with its thread.
+static inline void stream_gather(Stream *stream, const char *op) {
+    for (int i = 0; i < stream->threads; i++)
+        if (stream->workers[i]->failed) stream->failed = 1, error_set("%s: a matrix product failed", op);
 }
 
 // 0, or -1 if an op on this stream has failed since the stream was made.

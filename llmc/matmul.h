@@ -4,7 +4,7 @@
 //   dweight = dout^T x               matmul_backward, overwritten or added to
 // With PRECISION_BF16 both inputs are rounded to bf16 (nearest even) and the sums are fp32; products of fewer than
 // MATMUL_BF16_MIN_ROWS rows stay fp32, since there rounding the weight costs more than multiplying by it.
-// The kernels oneDNN generates are kept by shape in the stream.
+// A weight whose bf16 copy is kept is not rounded again. The kernels oneDNN generates are kept by shape in the stream.
 #ifndef LLMC_MATMUL_H
 #define LLMC_MATMUL_H
 
@@ -141,6 +141,11 @@ static inline void matmul_product(float *out, int64_t ldo, const void *a, int64_
     if (status != dnnl_success) stream->failed = 1, error_set("matrix product: oneDNN status %d", (int)status);
 }
 
+// 1 if a product over this many rows rounds its operands to bf16.
+static inline int matmul_is_bf16(int64_t rows, const Stream *stream) {
+    return stream->precision == PRECISION_BF16 && rows >= MATMUL_BF16_MIN_ROWS;
+}
+
 typedef struct {
     const void *data;
     int64_t ld;
@@ -161,33 +166,47 @@ static inline Operand matmul_operand(const float *from, int64_t rows, int64_t co
     return operand;
 }
 
+typedef struct {
+    const float *full;
+    const uint16_t *rounded; // its bf16 copy, or NULL: rounded at each product
+} Weight;
+
+// Rows m.. of a weight (M, K) as a product reads them.
+static inline Operand matmul_weight(Weight weight, int64_t m, int64_t rows, int64_t K, int bf16, Stream *stream) {
+    if (bf16 && weight.rounded != NULL) {
+        Operand kept = {weight.rounded + m * K, K};
+        return kept;
+    }
+    return matmul_operand(weight.full + m * K, rows, K, K, bf16, SCRATCH_B, stream);
+}
+
 static inline int64_t matmul_slice(int64_t M, int64_t K) {
     return M * K <= MATMUL_SLICE ? M : MATMUL_SLICE / K > 0 ? MATMUL_SLICE / K : 1;
 }
 
 // out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).
-static inline void matmul_forward(floatX *out, const floatX *x, const float *weight, int N, int K, int M,
-                                  int accumulate, Stream *stream) {
-    int bf16 = stream->precision == PRECISION_BF16 && N >= MATMUL_BF16_MIN_ROWS;
+static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M, int accumulate,
+                                  Stream *stream) {
+    int bf16 = matmul_is_bf16(N, stream);
     Operand a = matmul_operand(x, N, K, K, bf16, SCRATCH_A, stream);
     int64_t slice = matmul_slice(M, K);
     for (int64_t m = 0; m < M; m += slice) {
         int64_t width = M - m < slice ? M - m : slice;
-        Operand b = matmul_operand(weight + m * K, width, K, K, bf16, SCRATCH_B, stream);
+        Operand b = matmul_weight(weight, m, width, K, bf16, stream);
         matmul_product(out + m, M, a.data, a.ld, 0, b.data, b.ld, 1, N, width, K, bf16, accumulate, stream);
     }
 }
 
 // dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x. x (N, K), weight (M, K).
-static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, const float *weight,
+static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, Weight weight,
                                    int N, int K, int M, int accumulate_dweight, Stream *stream) {
-    int bf16 = stream->precision == PRECISION_BF16 && N >= MATMUL_BF16_MIN_ROWS;
+    int bf16 = matmul_is_bf16(N, stream);
     Operand input = matmul_operand(x, N, K, K, bf16, SCRATCH_A, stream);
     int64_t slice = matmul_slice(M, K);
     for (int64_t m = 0; m < M; m += slice) {
         int64_t width = M - m < slice ? M - m : slice;
         Operand grad = matmul_operand(dout + m, N, width, M, bf16, SCRATCH_C, stream);
-        Operand w = matmul_operand(weight + m * K, width, K, K, bf16, SCRATCH_B, stream);
+        Operand w = matmul_weight(weight, m, width, K, bf16, stream);
         matmul_product(dx, K, grad.data, grad.ld, 0, w.data, w.ld, 0, N, K, width, bf16, m > 0, stream);
         matmul_product(dweight + m * K, K, grad.data, grad.ld, 1, input.data, input.ld, 0, width, K, N, bf16,
                        accumulate_dweight, stream);
