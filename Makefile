@@ -1,7 +1,8 @@
 # meshtune: `make demo` fine-tunes the base model on medical definitions, `make test` proves the mathematics.
 #
 #   make train              the program
-#   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan
+#   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan, SANITIZE=thread: under
+#                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
@@ -12,7 +13,7 @@ CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
 BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fopenmp $(WARNINGS)
-LIBS := -ldnnl -ljansson -lm
+LIBS := -ldnnl -lopenblas -ljansson -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
@@ -23,6 +24,9 @@ RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
 
 ifeq ($(SANITIZE),1)
 TEST_FLAGS := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+else ifeq ($(SANITIZE),thread)
+TEST_FLAGS := -O1 -g -march=native -fsanitize=thread
+TEST_ENV := OMP_THREAD_LIMIT=1 TSAN_OPTIONS="halt_on_error=1 suppressions=$(CURDIR)/dev/tsan.supp"
 else
 TEST_FLAGS := $(CFLAGS)
 endif
@@ -51,7 +55,7 @@ data/medical/train.jsonl: data/medical/prepare.sh
 # passive: the tests start many short-lived programs, whose waiting threads should not spin
 test: setup
 	@$(MAKE) --no-print-directory build/test_gpt$(SANITIZE)
-	OMP_WAIT_POLICY=passive build/test_gpt$(SANITIZE) $(TEST)
+	OMP_WAIT_POLICY=passive $(TEST_ENV) build/test_gpt$(SANITIZE) $(TEST)
 
 demo: setup
 	@$(MAKE) --no-print-directory train medical

@@ -10,7 +10,15 @@
 #include <stdint.h> // fixed-width integers
 
 // Who draws. Add a line per use; never renumber, the numbers are part of every run's bits.
-typedef enum { RAND_INIT = 1, RAND_SHUFFLE = 2, RAND_SAMPLE = 3, RAND_TEST = 4 } RandStream;
+typedef enum {
+    RAND_INIT = 1,
+    RAND_SHUFFLE = 2,
+    RAND_SAMPLE = 3,
+    RAND_TEST = 4,
+    RAND_MASK = 5,
+    RAND_SVD = 6,
+    RAND_POWERSGD = 7
+} RandStream;
 
 typedef struct {
     uint32_t v[4];
@@ -50,6 +58,15 @@ static inline void rand_normal4(float out[4], uint64_t seed, RandStream stream, 
         float radius = sqrtf(-2.0f * logf(u));
         out[2 * pair] = radius * cosf(angle);
         out[2 * pair + 1] = radius * sinf(angle);
+    }
+}
+
+// out (n) = the first n standard normals of the sequence `sub` of a stream.
+static inline void rand_normal(float *out, int64_t n, uint64_t seed, RandStream stream, uint32_t sub) {
+    for (int64_t i = 0; i < n; i += 4) {
+        float four[4];
+        rand_normal4(four, seed, stream, sub, (uint64_t)i / 4);
+        for (int64_t j = 0; j < 4 && i + j < n; j++) out[i + j] = four[j];
     }
 }
 

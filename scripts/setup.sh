@@ -6,6 +6,9 @@ missing=
 has_file() { # the header, wherever this machine's compiler looks for it
     echo "#include <$1>" | ${CC:-cc} -E -x c - > /dev/null 2>&1
 }
+has_library() {
+    echo 'int main(void) { return 0; }' | ${CC:-cc} -x c - -o /dev/null "-l$1"
+}
 need() { # test command, Debian package
     if ! eval "$1" > /dev/null 2>&1; then missing="$missing $2"; fi
 }
@@ -13,6 +16,7 @@ need 'command -v cc || command -v gcc' gcc
 need 'command -v make' make
 need 'has_file stdio.h' libc6-dev
 need 'has_file dnnl.h' libdnnl-dev
+need 'has_library openblas' libopenblas-dev
 need 'has_file jansson.h' libjansson-dev
 need 'command -v gnuplot' gnuplot-nox
 need '[ -r /usr/share/wordnet/data.noun ]' wordnet-base
@@ -27,7 +31,7 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<TEXT
 setup: this system has no apt-get. Please install what these Debian packages hold, then try again:
  $missing
-(a C compiler with OpenMP, make, oneDNN with headers, jansson with headers, gnuplot; WordNet's data files under
+(a C compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson with headers, gnuplot; WordNet's data files under
 /usr/share/wordnet are for the demo only)
 TEXT
     exit 1
