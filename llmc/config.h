@@ -16,6 +16,8 @@
 #include "json.h" // json_from_float
 #include "rope_config.h"
 
+enum { CONFIG_MAX_LAYERS = 4096 };
+
 typedef struct {
     int n_layers;
     int channels; // C, hidden_size
@@ -50,11 +52,14 @@ static inline int config_check(const Config *config, const char *where) {
     const struct {
         const char *name;
         int value, max;
-    } sizes[] = {
-        {"num_hidden_layers", config->n_layers, 4096},   {"hidden_size", config->channels, 1 << 20},
-        {"num_attention_heads", config->heads, 1 << 14}, {"num_key_value_heads", config->kv_heads, 1 << 14},
-        {"head_dim", config->head_dim, 1 << 12},         {"intermediate_size", config->ffn, 1 << 22},
-        {"vocab_size", config->vocab, 1 << 24},          {"max_position_embeddings", config->context, 1 << 24}};
+    } sizes[] = {{"num_hidden_layers", config->n_layers, CONFIG_MAX_LAYERS},
+                 {"hidden_size", config->channels, 1 << 20},
+                 {"num_attention_heads", config->heads, 1 << 14},
+                 {"num_key_value_heads", config->kv_heads, 1 << 14},
+                 {"head_dim", config->head_dim, 1 << 12},
+                 {"intermediate_size", config->ffn, 1 << 22},
+                 {"vocab_size", config->vocab, 1 << 24},
+                 {"max_position_embeddings", config->context, 1 << 24}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < 1 || sizes[i].value > sizes[i].max)
             return error_set("%s: %s is %d, it must be 1 to %d", where, sizes[i].name, sizes[i].value, sizes[i].max);
