@@ -5,6 +5,9 @@
 // How to add a test: write static void test_<what>(void), call check...(), add a line to the table at the end.
 #define TESTING
 #include "train_gpt.cu"
+#include "llmc/linalg.h"
+#include "llmc/powersgd.h"
+#include "llmc/spectral.h"
 
 #include <sched.h>        // sched_yield
 #include <sys/resource.h> // setrlimit
@@ -845,9 +848,9 @@ static int fixture_open(Fixture *f, const char *name, int micro_batch, int recom
     for (int n = 0; n < B * T; n++) f->batch.n_valid += f->batch.targets[n] >= 0;
     snprintf(path, sizeof path, "data/fixtures/%s", name);
     f->stream = test_stream(precision, threads);
-    int result = model_file_open(&file, path) || stage_table(&f->stage, &file.config) ||
-                 stage_match(&f->stage, &file) || stage_plan(&f->stage, micro_batch, T, 1, recompute) ||
-                 stage_alloc(&f->stage, f->stream) || stage_load(&f->stage, &file, 1);
+    int result = model_file_open(&file, path) || stage_table(&f->stage, &file.config, 0, file.config.n_layers) ||
+                 model_match(&f->stage, &file) || stage_plan(&f->stage, micro_batch, T, 1, recompute) ||
+                 stage_alloc(&f->stage, f->stream) || model_load(&f->stage, &file, 1);
     model_file_close(&file);
     return check(result == 0, "%s", error_message) ? 0 : -1;
 }
@@ -892,7 +895,7 @@ static void test_model_against_pytorch(void) {
         if (fixture_open(&f, names[i], 64, 0, PRECISION_FP32, 2)) return;
         int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         float *logits = dump_values(&f.dump, "", "logits", &n);
-        stage_forward(&f.stage, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
+        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
         float *ours = guarded(n);
         matmul_forward(ours, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V, 0,
                        f.stream);
@@ -1028,10 +1031,10 @@ static void test_kv_cache(void) {
         KvCache cache = {NULL, T, 0};
         cache.rows = (floatX *)device_alloc(sizeof(float) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
                                             (size_t)config_kv_dim(&f.stage.config));
-        stage_forward(&f.stage, f.batch.tokens, 1, T, NULL, f.stream);
+        model_forward(&f.stage, f.batch.tokens, 1, T, NULL, NULL, NULL, f.stream);
         memcpy(whole, f.stage.normed, sizeof(float) * (size_t)(T * C));
         for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
-            stage_forward(&f.stage, f.batch.tokens + done, 1, pieces[p], &cache, f.stream);
+            model_forward(&f.stage, f.batch.tokens + done, 1, pieces[p], &cache, NULL, NULL, f.stream);
             memcpy(grown + done * C, f.stage.normed, sizeof(float) * (size_t)(pieces[p] * C));
             done += pieces[p];
         }
@@ -1076,7 +1079,7 @@ static void write_file(const char *path, const void *data, size_t n) {
 }
 
 static const char *scratch_path(const char *name) {
-    static char path[4][PATH_MAX + 64];
+    static char path[4][2 * PATH_MAX];
     static int turn;
     turn = (turn + 1) % 4;
     snprintf(path[turn], sizeof path[turn], "%s/%s", test_folder, name);
@@ -1179,8 +1182,8 @@ static void check_same_weights(const char *path, const Stage *expected, double t
     Stage stage;
     Stream *stream = test_stream(PRECISION_FP32, 1);
     if (!check(model_file_open(&file, path) == 0, "%s: %s", what, error_message)) return;
-    int result = stage_table(&stage, &file.config) || stage_match(&stage, &file) || stage_plan(&stage, 1, 1, 0, 0) ||
-                 stage_alloc(&stage, stream) || stage_load(&stage, &file, 1);
+    int result = stage_table(&stage, &file.config, 0, file.config.n_layers) || model_match(&stage, &file) ||
+                 stage_plan(&stage, 1, 1, 0, 0) || stage_alloc(&stage, stream) || model_load(&stage, &file, 1);
     if (check(result == 0, "%s: %s", what, error_message)) {
         check(memcmp(&stage.config, &expected->config, sizeof(Config)) == 0, "%s: the config differs", what);
         if (tol == 0.0)
@@ -1245,7 +1248,7 @@ static int open_and_match(const char *path) {
     ModelFile file;
     Stage stage;
     if (model_file_open(&file, path)) return -1;
-    int result = stage_table(&stage, &file.config) || stage_match(&stage, &file) ? -1 : 0;
+    int result = stage_table(&stage, &file.config, 0, file.config.n_layers) || model_match(&stage, &file) ? -1 : 0;
     stage_free(&stage);
     model_file_close(&file);
     return result;
@@ -1292,13 +1295,16 @@ static void test_model_files(void) {
     for (int i = 0; i < 2; i++) {
         Fixture f;
         if (fixture_open(&f, names[i], 1, 0, PRECISION_FP32, 1)) return;
-        json_object_set_new(f.stage.side_files, "tokenizer.json", json_string("{\"model\": \"\\u00e9\"}"));
-        check(stage_save_native(&f.stage, scratch_path("m.bin"), DTYPE_F32) == 0, "%s", error_message);
+        json_t *side = json_pack("{s:s}", "tokenizer.json", "{\"model\": \"\\u00e9\"}");
+        check(model_save_native(&f.stage, ARENA_PARAMS, side, scratch_path("m.bin"), DTYPE_F32) == 0, "%s",
+              error_message);
         check_same_weights(scratch_path("m.bin"), &f.stage, 0.0, "native fp32");
-        check(stage_save_native(&f.stage, scratch_path("h.bin"), DTYPE_BF16) == 0, "%s", error_message);
+        check(model_save_native(&f.stage, ARENA_PARAMS, side, scratch_path("h.bin"), DTYPE_BF16) == 0, "%s",
+              error_message);
         check_same_weights(scratch_path("h.bin"), &f.stage, 3e-3, "native bf16");
-        check(stage_save_folder(&f.stage, scratch_path("hf"), DTYPE_F32) == 0, "%s", error_message);
+        check(model_save_folder(&f.stage, side, scratch_path("hf"), DTYPE_F32) == 0, "%s", error_message);
         check_same_weights(scratch_path("hf"), &f.stage, 0.0, "folder");
+        json_decref(side);
         ModelFile file;
         if (check(model_file_open(&file, scratch_path("hf")) == 0, "%s", error_message)) {
             const char *text = json_string_value(json_object_get(file.side_files, "tokenizer.json"));
@@ -1327,10 +1333,12 @@ static void test_model_files(void) {
         file_remove_folder(folder);
         float keep = f.stage.params[5];
         f.stage.params[5] = NAN;
-        stage_save_native(&f.stage, scratch_path("nan.bin"), DTYPE_F32);
+        json_t *none = json_object();
+        model_save_native(&f.stage, ARENA_PARAMS, none, scratch_path("nan.bin"), DTYPE_F32);
+        json_decref(none);
         f.stage.params[5] = keep;
         if (check(model_file_open(&file, scratch_path("nan.bin")) == 0, "%s", error_message)) {
-            check_error(stage_load(&f.stage, &file, 1), "model.embed_tokens.weight: element 5", "--check-weights");
+            check_error(model_load(&f.stage, &file, 1), "model.embed_tokens.weight: element 5", "--check-weights");
             model_file_close(&file);
         }
         fixture_close(&f);
@@ -1404,8 +1412,8 @@ static void test_config(void) {
         if (!check(config_from_spec(&config, published[i].preset) == 0, "%s", error_message)) continue;
         check(config_n_params(&config) == published[i].params, "%s has %lld", published[i].preset,
               (long long)config_n_params(&config));
-        check(stage_table(&stage, &config) == 0 && stage.n_params == published[i].params, "the table has %lld",
-              (long long)stage.n_params);
+        check(stage_table(&stage, &config, 0, config.n_layers) == 0 && stage.n_params == published[i].params,
+              "the table has %lld", (long long)stage.n_params);
         stage_free(&stage);
         json_t *json = config_to_json(&config, "float32");
         check(config_from_json(&again, json, "round trip") == 0, "%s", error_message);
@@ -1496,7 +1504,7 @@ static void test_options(void) {
         {{"--lr", NULL, NULL}, "needs a value"},
         {{"-b", "-4", NULL}, "from 1 to"},
         {{"-p", "1", NULL}, "from 0 to 0.999"},
-        {{"-x", "0", NULL}, "from 1 to"},
+        {{"-x", "-1", NULL}, "from 0 to"},
         {{"--modle=/a/long/path", NULL, NULL}, "--model"},
         {{"--precision", "fp8", NULL}, "one of auto|bf16|fp32"},
         {{"model.bin", NULL, NULL}, "belongs to no"},
@@ -1920,14 +1928,15 @@ static void test_nan(void) {
     Stream *stream = test_stream(PRECISION_FP32, 1);
     write_corpus();
     check(config_from_spec(&config, "d=32,layers=2,heads=4,kv=2,ffn=48,vocab=258,ctx=64") == 0 &&
-              stage_table(&stage, &config) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 &&
+              stage_table(&stage, &config, 0, config.n_layers) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 &&
               stage_alloc(&stage, stream) == 0,
           "%s", error_message);
     stage_init(&stage, 1);
-    stage.side_files = tokenizer_byte_files();
+    json_t *side = tokenizer_byte_files();
     // only sequences with a '7' in them meet the NaN: those steps are skipped, the others count
     stage.p.embed[(size_t)'7' * 32] = NAN;
-    check(stage_save_native(&stage, scratch_path("nan.bin"), DTYPE_F32) == 0, "%s", error_message);
+    check(model_save_native(&stage, ARENA_PARAMS, side, scratch_path("nan.bin"), DTYPE_F32) == 0, "%s", error_message);
+    json_decref(side);
     stage_free(&stage);
     stream_destroy(stream);
     check_run(1, NULL, "-m @/nan.bin -d @/corpus.jsonl -b 1 -t 16 -n 60 -o @/nan --save-every 1", "not saved");
@@ -2021,9 +2030,12 @@ static void test_program(void) {
     check_run(1, NULL, "-m @/run --export @/x.bin --generate x", "one at a time");
     check_run(0, NULL, "-m @/run --generate= --max-tokens 5", NULL);
     check_run(0, NULL, "-m @/run --generate x --dry-run", "this machine has");
-    check_run(1, NULL, SMALL "-p 0.95", "there is no mesh yet");
-    check_run(1, NULL, SMALL "-x 2", "there is no mesh yet");
-    check_run(1, NULL, SMALL "-y 2", "there is no mesh yet");
+    check_run(1, NULL, SMALL "-y 3", "the model has 2 layers");
+    check_run(1, NULL, SMALL "--anchor 1", "at least two replicas");
+    check_run(1, NULL, SMALL "-x 2 --anchor 1", "nothing is masked");
+    check_run(1, NULL, SMALL "-p 0.5 --anchor-delay soon", "a number of steps from 1 on, or auto");
+    check_run(1, NULL, SMALL "-x 2 --local-steps 3 --fragments 4", "--fragments 4");
+    check_run(1, NULL, SMALL "-x 2 --local-steps 3 --overlap 3", "--overlap 3");
     check_run(1, NULL, "--init smollm2-135m -d data/fixtures/tokens.bin --sample-every 5",
               "--sample-every: text needs");
     check_run(1, NULL, "--init d=64,ctx=1000000 -d @/corpus.jsonl --micro-batch 1000000 -b 1000000 -t 1000000",
@@ -2049,6 +2061,1653 @@ static void test_program(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Factorizations, the spectral filter, PowerSGD
+
+// max |Q^T Q - I| of Q (m,r), in double; NaN if any is.
+static double orthonormality_error(const float *Q, int m, int r) {
+    double worst = 0.0;
+    for (int a = 0; a < r; a++) {
+        for (int b = 0; b < r; b++) {
+            double sum = a == b ? -1.0 : 0.0;
+            for (int i = 0; i < m; i++) sum += (double)Q[i * r + a] * (double)Q[i * r + b];
+            if (!(fabs(sum) <= worst)) worst = fabs(sum);
+        }
+    }
+    return worst;
+}
+
+// out (m,n) = U (m,r) diag(s) V (n,r)^T in double; s NULL: ones.
+static void compose(float *out, const float *U, const float *s, const float *V, int m, int n, int r) {
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            double sum = 0.0;
+            for (int a = 0; a < r; a++)
+                sum += (double)U[i * r + a] * (s != NULL ? (double)s[a] : 1.0) * (double)V[j * r + a];
+            out[i * n + j] = (float)sum;
+        }
+    }
+}
+
+// ||A - U diag(s) V^T|| / ||A||, or without the division where A is zero
+static double residual(const float *A, const float *U, const float *s, const float *V, int m, int n, int r) {
+    float *back = (float *)malloc(sizeof(float) * (size_t)(m * n));
+    double difference = 0.0, size = 0.0;
+    compose(back, U, s, V, m, n, r);
+    for (int i = 0; i < m * n; i++) {
+        difference += ((double)A[i] - (double)back[i]) * ((double)A[i] - (double)back[i]);
+        size += (double)A[i] * (double)A[i];
+    }
+    free(back);
+    return sqrt(difference) / (size > 0.0 ? sqrt(size) : 1.0);
+}
+
+static float *random_orthonormal(int m, int r, uint32_t sub) {
+    float *Q = random_values((int64_t)m * r, sub, 1.0f);
+    check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+    return Q;
+}
+
+static int is_descending(const float *s, int r) {
+    int ok = s[r - 1] >= 0.0f;
+    for (int i = 1; i < r; i++) ok = ok && s[i - 1] >= s[i];
+    return ok;
+}
+
+static void check_factors(const float *A, const float *U, const float *s, const float *V, int m, int n, int r,
+                          double best, const char *what) {
+    double left = orthonormality_error(U, m, r), right = orthonormality_error(V, n, r);
+    double rest = residual(A, U, s, V, m, n, r);
+    check(left <= 3e-6 && right <= 3e-6, "%s %d x %d: U^T U - I %.3g, V^T V - I %.3g", what, m, n, left, right);
+    check(is_descending(s, r), "%s %d x %d: s does not descend", what, m, n);
+    check(rest <= 1.001 * best + 2e-6, "%s %d x %d: residual %.3g, the best is %.3g", what, m, n, rest, best);
+}
+
+// The same factors again, on a thread of its own.
+typedef struct {
+    const float *A;
+    float *U, *s, *V;
+    int m, n, r, result;
+} SvdJob;
+
+static void *svd_job(void *argument) {
+    SvdJob *job = (SvdJob *)argument;
+    Stream *stream = test_stream(PRECISION_BF16, 1);
+    job->result = svd_truncated(job->U, job->s, job->V, job->A, job->m, job->n, job->r, 0, 3, 4, stream);
+    stream_destroy(stream);
+    return NULL;
+}
+
+// The whole factorization: odd shapes, both orientations, ranks that are short, sizes far from 1, wrong values.
+static void svd_full_cases(void) {
+    static const struct {
+        int m, n, rank; // rank 0: full
+        float scale;
+    } cases[] = {{1, 1, 0, 1},      {1, 5, 0, 1},    {5, 1, 0, 1},       {40, 7, 0, 1},
+                 {7, 40, 0, 1},     {17, 17, 0, 1},  {33, 20, 3, 1},     {20, 33, 1, 1},
+                 {65, 63, 0, 1e-6}, {9, 6, 0, 0.0f}, {19, 23, 0, 1e-18}, {6, 9, 0, 1e15}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int m = cases[i].m, n = cases[i].n, k = m < n ? m : n, rank = cases[i].rank;
+        float *A = random_values(m * n, 300, cases[i].scale);
+        if (rank > 0) {
+            float *left = random_values(m * rank, 301, 1.0f), *right = random_values(n * rank, 302, 1.0f);
+            compose(A, left, NULL, right, m, n, rank);
+            free(left);
+            free(right);
+        }
+        float *U = guarded(m * k), *s = guarded(k), *V = guarded(n * k), *before = guarded(m * n);
+        memcpy(before, A, sizeof(float) * (size_t)(m * n));
+        check(svd_full(U, s, V, A, m, n) == 0, "%s", error_message);
+        check(memcmp(before, A, sizeof(float) * (size_t)(m * n)) == 0, "A was changed");
+        check_factors(A, U, s, V, m, n, k, 0.0, "svd_full");
+        if (rank > 0) check(s[rank - 1] > 1e-2f * s[0] && s[rank] <= 1e-6f * s[0], "rank %d is not found", rank);
+        A[m * n - 1] = i % 2 ? NAN : -INFINITY;
+        check_error(svd_full(U, s, V, A, m, n), "infinite or NaN", "a matrix that is not finite");
+        release(U, m * k, "U");
+        release(s, k, "s");
+        release(V, n * k, "V");
+        release(before, m * n, "before");
+        free(A);
+    }
+}
+
+static void orthonormalize_cases(void) {
+    static const int shapes[][2] = {{1, 1}, {5, 1}, {17, 17}, {130, 33}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        int m = shapes[i][0], r = shapes[i][1], n = m * r;
+        float *A = random_values(n, 303, 1e-5f), *Q = guarded(n), *projected = guarded(n), *inner = guarded(r * r);
+        memcpy(Q, A, sizeof(float) * (size_t)n);
+        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormality_error(Q, m, r) <= 3e-6, "Q^T Q - I %.3g", orthonormality_error(Q, m, r));
+        for (int a = 0; a < r; a++) { // inner (r,r) = A^T Q: lower triangular, as Q's first columns span A's first ones
+            for (int b = 0; b < r; b++) {
+                double sum = 0.0;
+                for (int j = 0; j < m; j++) sum += (double)A[j * r + a] * (double)Q[j * r + b];
+                check(b <= a || fabs(sum) <= 1e-6 * 1e-5 * m, "R is not triangular");
+                inner[a * r + b] = (float)sum;
+            }
+        }
+        compose(projected, Q, NULL, inner, m, r, r);
+        check_close(projected, A, n, 2e-6, "Q R");
+        for (int j = 0; j < n; j++) Q[j] = i % 2 ? 0.0f : A[j / r * r]; // zero, or one column r times
+        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormality_error(Q, m, r) <= 3e-6, "dependent: Q^T Q - I %.3g", orthonormality_error(Q, m, r));
+        Q[n - 1] = NAN;
+        check_error(orthonormalize(Q, m, r), "infinite or NaN", "NaN");
+        release(Q, n, "Q");
+        release(projected, n, "projected");
+        release(inner, r * r, "inner");
+        free(A);
+    }
+}
+
+// Truncated: against the spectrum a matrix was made with, through both ways; threads and repetitions give the same
+// bits.
+static void svd_truncated_cases(void) {
+    static const struct {
+        int m, n, r;
+        double decay; // s_i = scale * decay^i
+        float scale;
+    } cases[] = {{60, 45, 10, 0.7, 1}, {45, 60, 10, 0.7, 1}, {60, 45, 18, 0.5, 1e-25f}, {300, 41, 20, 0.8, 1e25f},
+                 {50, 50, 1, 0.5, 1},  {60, 45, 30, 0.8, 1}, {11, 9, 4, 0.8, 1},        {30, 26, 13, 0.0, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int m = cases[i].m, n = cases[i].n, r = cases[i].r, k = m < n ? m : n;
+        float *left = random_orthonormal(m, k, 304), *right = random_orthonormal(n, k, 305), truth[64];
+        float *A = guarded(m * n), *U[2], *s[2], *V[2];
+        double beyond = 0.0, total = 0.0;
+        for (int j = 0; j < k; j++) {
+            truth[j] = cases[i].scale * (float)pow(cases[i].decay, j);
+            total += (double)truth[j] * (double)truth[j];
+            if (j >= r) beyond += (double)truth[j] * (double)truth[j];
+        }
+        compose(A, left, truth, right, m, n, k);
+        for (int j = 0; j < 2; j++) U[j] = guarded(m * r), s[j] = guarded(r), V[j] = guarded(n * r);
+        Stream *stream = test_stream(PRECISION_BF16, 2);
+        check(svd_truncated(U[0], s[0], V[0], A, m, n, r, 0, 3, 4, stream) == 0, "%s", error_message);
+        check_factors(A, U[0], s[0], V[0], m, n, r, sqrt(beyond / total), "svd_truncated");
+        check_close(s[0], truth, r, 1e-5, "s");
+        SvdJob job = {A, U[1], s[1], V[1], m, n, r, -1};
+        pthread_t thread;
+        check(pthread_create(&thread, NULL, svd_job, &job) == 0, "no thread");
+        for (int turn = 0; turn < 2; turn++) { // beside the other thread, and once more
+            check(svd_truncated(U[0], s[0], V[0], A, m, n, r, 0, 3, 4, stream) == 0, "%s", error_message);
+            if (turn == 0) pthread_join(thread, NULL);
+            check(job.result == 0 && memcmp(U[0], U[1], sizeof(float) * (size_t)(m * r)) == 0 &&
+                      memcmp(s[0], s[1], sizeof(float) * (size_t)r) == 0 &&
+                      memcmp(V[0], V[1], sizeof(float) * (size_t)(n * r)) == 0,
+                  "another thread's factors differ");
+        }
+        A[0] = NAN;
+        check_error(svd_truncated(U[0], s[0], V[0], A, m, n, r, 0, 3, 4, stream), "infinite or NaN", "NaN");
+        check(stream_check(stream) == 0, "the stream is lost");
+        for (int j = 0; j < 2; j++) {
+            release(U[j], m * r, "U");
+            release(s[j], r, "s");
+            release(V[j], n * r, "V");
+        }
+        release(A, m * n, "A");
+        free(left);
+        free(right);
+        stream_destroy(stream);
+    }
+}
+
+// A slowly drifting matrix with a flat spectrum, one iteration a visit: from the last V it follows, from noise it does
+// not. Must fail for: the start taken from noise, V not written back.
+static void svd_warm_case(void) {
+    enum { M = 90, N = 70, R = 8, VISITS = 8 };
+    float *left = random_orthonormal(M, N, 306), *right = random_orthonormal(N, N, 307), truth[N];
+    float *A = guarded(M * N), *U = guarded(M * R), *s = guarded(R), *warm = guarded(N * R), *cold = guarded(N * R);
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    double excess[2] = {0.0, 0.0}; // of the last visit: residual beyond the best
+    for (int j = 0; j < N; j++) truth[j] = 1.0f / (1.0f + 0.3f * (float)j);
+    compose(A, left, truth, right, M, N, N);
+    for (int visit = 0; visit < VISITS; visit++) {
+        float *drift = random_values(M * N, 310 + (uint32_t)visit, 1e-4f), *all = guarded(M * N + N + N * N);
+        for (int j = 0; j < M * N; j++) A[j] += drift[j];
+        check(svd_full(all, all + M * N, all + M * N + N, A, M, N) == 0, "%s", error_message);
+        double beyond = 0.0, total = 0.0;
+        for (int j = 0; j < N; j++) {
+            double square = (double)all[M * N + j] * (double)all[M * N + j];
+            total += square, beyond += j < R ? 0.0 : square;
+        }
+        for (int which = 0; which < 2; which++) {
+            float *V = which == 0 ? warm : cold;
+            check(svd_subspace(U, s, V, A, M, N, R, which == 0 && visit > 0, 1, 1, 2, stream) == 0, "%s",
+                  error_message);
+            check(orthonormality_error(U, M, R) <= 3e-6 && orthonormality_error(V, N, R) <= 3e-6, "not orthonormal");
+            excess[which] = residual(A, U, s, V, M, N, R) - sqrt(beyond / total);
+        }
+        release(all, M * N + N + N * N, "all");
+        free(drift);
+    }
+    check(excess[0] >= -1e-6 && excess[0] <= 0.1 * excess[1], "excess warm %.3g, cold %.3g", excess[0], excess[1]);
+    release(A, M * N, "A");
+    release(U, M * R, "U");
+    release(s, R, "s");
+    release(warm, N * R, "V");
+    release(cold, N * R, "V");
+    free(left);
+    free(right);
+    stream_destroy(stream);
+}
+
+static void test_svd(void) {
+    svd_full_cases();
+    orthonormalize_cases();
+    svd_truncated_cases();
+    svd_warm_case();
+}
+
+// The filter in double: out = alpha*grad + (1-alpha) U diag(d) (U^T grad V) diag(d) V^T.
+static void filter_reference(float *out, const float *grad, const float *U, const float *d, const float *V, int m,
+                             int n, int r, double alpha) {
+    double *middle = (double *)calloc((size_t)(r * r), sizeof(double));
+    double *half = (double *)calloc((size_t)(r * n), sizeof(double)); // U^T grad, then the scaled middle times V^T
+    for (int a = 0; a < r; a++)
+        for (int j = 0; j < n; j++)
+            for (int i = 0; i < m; i++) half[a * n + j] += (double)U[i * r + a] * (double)grad[i * n + j];
+    for (int a = 0; a < r; a++) {
+        for (int b = 0; b < r; b++) {
+            for (int j = 0; j < n; j++) middle[a * r + b] += half[a * n + j] * (double)V[j * r + b];
+            middle[a * r + b] *= (double)d[a] * (double)d[b];
+        }
+    }
+    memset(half, 0, sizeof(double) * (size_t)(r * n));
+    for (int a = 0; a < r; a++)
+        for (int j = 0; j < n; j++)
+            for (int b = 0; b < r; b++) half[a * n + j] += middle[a * r + b] * (double)V[j * r + b];
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < n; j++) {
+            double sum = 0.0;
+            for (int a = 0; a < r; a++) sum += (double)U[i * r + a] * half[a * n + j];
+            out[i * n + j] = (float)(alpha * (double)grad[i * n + j] + (1.0 - alpha) * sum);
+        }
+    }
+    free(middle);
+    free(half);
+}
+
+static void response_cases(void) {
+    static const float s[] = {INFINITY, 1e30f, 1.0f, 1e-3f, 1e-30f, 1e-44f, 0.0f, -1.0f, NAN};
+    enum { R = sizeof s / sizeof *s };
+    static const float pair[] = {4.0f, 1.0f};
+    float *d = guarded(R), relative[2];
+    spectral_response(d, s, R, 1e-3f, 0);
+    for (int i = 0; i < R; i++) {
+        double expected = s[i] > 0.0f && isfinite(s[i]) ? (double)s[i] / ((double)s[i] + (double)1e-3f) : s[i] > 0.0f;
+        check(d[i] >= 0.0f && d[i] < 1.0f, "the response to %g is %g", (double)s[i], (double)d[i]);
+        check(fabs((double)d[i] - expected) <= 1.2e-7 * expected + 1e-45, "response %g, %g", (double)d[i], expected);
+    }
+    spectral_response(relative, pair, 2, 0.5f, 1); // tau is half of s_0
+    check(fabsf(relative[0] - 2.0f / 3.0f) < 1e-6f && fabsf(relative[1] - 1.0f / 3.0f) < 1e-6f, "relative: %g, %g",
+          (double)relative[0], (double)relative[1]);
+    spectral_response(relative, s + 6, 2, 0.5f, 1);
+    check(relative[0] == 0.0f && relative[1] == 0.0f, "of a zero matrix: %g, %g", (double)relative[0],
+          (double)relative[1]);
+    release(d, R, "d");
+}
+
+// Tall, wide, square, full rank and less, thread counts. Must fail for: U and V swapped, d once instead of twice, alpha
+// on the wrong term.
+static void test_spectral_filter(void) {
+    static const struct {
+        int m, n, r;
+        float alpha;
+    } cases[] = {{1, 1, 1, 0.3f},    {1, 5, 1, 0.3f},      {5, 1, 1, 0.9f},     {40, 17, 17, 0.3f},
+                 {17, 40, 17, 0.3f}, {33, 33, 33, 0.01f},  {33, 33, 5, 0.3f},   {65, 20, 7, 0.0f},
+                 {20, 65, 1, 0.0f},  {300, 130, 20, 0.5f}, {130, 300, 20, 0.5f}};
+    response_cases();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int m = cases[i].m, n = cases[i].n, r = cases[i].r, k = m < n ? m : n;
+        float alpha = cases[i].alpha, *grad = random_values(m * n, 320, 1e-3f), *U = random_orthonormal(m, r, 321);
+        float *V = random_orthonormal(n, r, 322), *s = random_values(r, 323, 1e-3f), *d = guarded(r);
+        float *expected = guarded(m * n), *unset = guarded(r), *bits[2];
+        Stream *streams[2] = {test_stream(PRECISION_BF16, 1), test_stream(PRECISION_FP32, 2)};
+        spectral_response(d, s, r, 1e-3f, 0);
+        for (int a = 0; a < r; a++) d[a] = 0.1f + 0.9f * d[a]; // half of s is negative
+        filter_reference(expected, grad, U, d, V, m, n, r, (double)alpha);
+        for (int t = 0; t < 2; t++) {
+            bits[t] = guarded(m * n);
+            memcpy(bits[t], grad, sizeof(float) * (size_t)(m * n));
+            spectral_filter(bits[t], U, unset, V, m, n, r, 1.0f, streams[t]);
+            check(memcmp(bits[t], grad, sizeof(float) * (size_t)(m * n)) == 0, "alpha 1 changes the gradient");
+            spectral_filter(bits[t], U, d, V, m, n, r, alpha, streams[t]);
+            check_close(bits[t], expected, m * n, 1e-6, "filtered");
+            check(stream_check(streams[t]) == 0, "%s", error_message);
+        }
+        check(memcmp(bits[0], bits[1], sizeof(float) * (size_t)(m * n)) == 0, "thread counts differ");
+        if (m == n && m > 1) {
+            memcpy(bits[0], grad, sizeof(float) * (size_t)(m * n));
+            spectral_filter(bits[0], V, d, U, m, n, r, alpha, streams[0]);
+            check(relative_error(bits[0], expected, m * n) > 0.05, "U and V swapped pass");
+        }
+        if (r == 1 && alpha == 0.0f && k > 1) { // one direction in, one direction out
+            float *all = guarded(m * k + k + n * k), *values = all + m * k;
+            check(svd_full(all, values, values + k, bits[1], m, n) == 0, "%s", error_message);
+            check(values[0] > 0.0f && values[1] <= 1e-6f * values[0], "rank 1: %g, %g", (double)values[0],
+                  (double)values[1]);
+            release(all, m * k + k + n * k, "all");
+        }
+        for (int t = 0; t < 2; t++) {
+            release(bits[t], m * n, "grad");
+            stream_destroy(streams[t]);
+        }
+        release(d, r, "d");
+        release(unset, r, "unset");
+        release(expected, m * n, "expected");
+        free(grad);
+        free(U);
+        free(V);
+        free(s);
+    }
+}
+
+// Parameters after five AdamW steps on filtered gradients, against PyTorch in float64 (dev/reference/dump_spectral.py).
+// Must fail for: the anchor's momentum without its (1 - beta), tau 1e-2, raw gradients, V's transpose.
+static void test_spectral_reference(void) {
+    static const char *const names[] = {"tall", "wide", "square"};
+    enum { STEPS = 5 };
+    SafeTensors dump;
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    AdamW adam = {0.9f, 0.999f, 1e-8f};
+    if (!check(safetensors_open(&dump, "data/fixtures/spectral.safetensors") == 0, "%s", error_message)) return;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        int64_t count = 0;
+        char key[64];
+        snprintf(key, sizeof key, "%s.start", names[i]);
+        const SafeTensor *start = safetensors_find(&dump, key);
+        if (!check(start != NULL && start->n_dims == 2, "no %s", key)) continue;
+        int m = (int)start->shape[0], n = (int)start->shape[1], k = m < n ? m : n;
+        float *param = dump_values(&dump, "", key, &count);
+        float *momentum = guarded(count), *adam_m = guarded(count), *adam_v = guarded(count);
+        float *U = guarded(m * k), *s = guarded(k), *V = guarded(n * k), *d = guarded(k);
+        for (int64_t j = 0; j < count; j++) momentum[j] = adam_m[j] = adam_v[j] = 0.0f;
+        for (int step = 1; step <= STEPS; step++) {
+            snprintf(key, sizeof key, "%s.fast.%d", names[i], step);
+            float *grad = dump_values(&dump, "", key, &count);
+            snprintf(key, sizeof key, "%s.anchor.%d", names[i], step);
+            float *anchor = dump_values(&dump, "", key, &count);
+            snprintf(key, sizeof key, "%s.after.%d", names[i], step);
+            float *expected = dump_values(&dump, "", key, &count);
+            for (int64_t j = 0; j < count; j++) momentum[j] = 0.9f * momentum[j] + 0.1f * anchor[j];
+            check(svd_full(U, s, V, momentum, m, n) == 0, "%s", error_message);
+            spectral_response(d, s, k, 1e-3f, 0);
+            check(d[0] > 0.9f && d[k - 1] < 0.2f, "the filter does nothing here: %g .. %g", (double)d[0],
+                  (double)d[k - 1]);
+            spectral_filter(grad, U, d, V, m, n, k, 0.3f, stream);
+            adamw_update(param, grad, adam_m, adam_v, count, adam, 1e-2f, 0.01f, 1.0f, step, stream);
+            check_close(param, expected, count, 4e-6, key);
+            free(grad);
+            free(anchor);
+            free(expected);
+        }
+        release(momentum, count, "momentum");
+        release(adam_m, count, "m");
+        release(adam_v, count, "v");
+        release(U, m * k, "U");
+        release(s, k, "s");
+        release(V, n * k, "V");
+        release(d, k, "d");
+        free(param);
+    }
+    safetensors_close(&dump);
+    stream_destroy(stream);
+}
+
+// Three workers' rounds of PowerSGD: what a mesh does, in one process.
+typedef struct {
+    int m, n, r;
+    float *P, *Q, *error[3], *update; // (m,r), (n,r), (m,n) each, (m,n)
+} PowerCase;
+
+enum { WORKERS = 3 };
+
+static void power_round(PowerCase *c, float *const delta[WORKERS], int feedback, Stream *stream) {
+    int m = c->m, n = c->n, r = c->r;
+    float *P = guarded(m * r), *own[WORKERS];
+    for (int i = 0; i < m * r; i++) c->P[i] = 0.0f;
+    for (int w = 0; w < WORKERS; w++) {
+        for (int i = 0; feedback && i < m * n; i++) delta[w][i] += c->error[w][i];
+        powersgd_left(P, delta[w], c->Q, m, n, r, stream);
+        for (int i = 0; i < m * r; i++) c->P[i] += P[i] / WORKERS;
+    }
+    check(orthonormalize(c->P, m, r) == 0, "%s", error_message);
+    for (int j = 0; j < n * r; j++) c->Q[j] = 0.0f;
+    for (int w = 0; w < WORKERS; w++) {
+        own[w] = guarded(n * r);
+        powersgd_right(own[w], delta[w], c->P, m, n, r, stream);
+        for (int j = 0; j < n * r; j++) c->Q[j] += own[w][j] / WORKERS;
+    }
+    powersgd_expand(c->update, c->P, c->Q, m, n, r, stream);
+    for (int w = 0; w < WORKERS; w++) {
+        powersgd_error(c->error[w], delta[w], c->P, own[w], m, n, r, stream);
+        powersgd_error(delta[w], delta[w], c->P, own[w], m, n, r, stream);
+        check(memcmp(delta[w], c->error[w], sizeof(float) * (size_t)(m * n)) == 0, "in place differs");
+        release(own[w], n * r, "Q of one worker");
+    }
+    release(P, m * r, "P of one worker");
+    check(stream_check(stream) == 0, "%s", error_message);
+}
+
+// The workers' updates of a round: a common direction of full rank that stays, and noise. mean: their average.
+static void power_deltas(float *delta[WORKERS], float *mean, const float *common, int count, uint32_t round) {
+    for (int i = 0; i < count; i++) mean[i] = 0.0f;
+    for (int w = 0; w < WORKERS; w++) {
+        delta[w] = random_values(count, 340 + round * WORKERS + (uint32_t)w, 0.3f);
+        for (int i = 0; i < count; i++) {
+            delta[w][i] += common[i];
+            mean[i] += delta[w][i] / WORKERS;
+        }
+    }
+}
+
+// Full rank sends the average itself; low rank sends it late: what is not yet sent stays bounded, so that its share of
+// the sum falls like 1 / rounds. Must fail for: no feedback, Q of another worker in the error, Q drawn anew per worker.
+static void test_powersgd(void) {
+    enum { ROUNDS = 60, EARLY = 15 };
+    static const int shapes[][3] = {{1, 1, 1}, {5, 1, 1}, {17, 9, 9}, {9, 17, 9}, {24, 16, 2}, {16, 24, 2}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        int m = shapes[i][0], n = shapes[i][1], r = shapes[i][2], count = m * n, full = r == (m < n ? m : n);
+        PowerCase c = {m, n, r, guarded(m * r), guarded(n * r), {NULL, NULL, NULL}, guarded(count)};
+        float *common = random_values(count, 330, 1.0f), *mean = guarded(count), *delta[WORKERS];
+        float *sent = guarded(count), *due = guarded(count), *whole = guarded(count);
+        double early = 0.0, share = 1.0;
+        Stream *stream = test_stream(PRECISION_BF16, 2);
+        powersgd_init(c.Q, n, r, 7, (uint32_t)i);
+        for (int w = 0; w < WORKERS; w++) c.error[w] = guarded(count);
+        for (int j = 0; j < count; j++) sent[j] = due[j] = 0.0f;
+        for (int round = 0; round < (full ? 3 : ROUNDS); round++) {
+            power_deltas(delta, mean, common, count, (uint32_t)round);
+            power_round(&c, delta, round > 0, stream);
+            if (full) check_close(c.update, mean, count, 2e-6, "full rank");
+            for (int j = 0; j < count; j++) {
+                sent[j] += c.update[j];
+                due[j] += mean[j];
+                whole[j] = sent[j] + (c.error[0][j] + c.error[1][j] + c.error[2][j]) / WORKERS;
+            }
+            check_close(whole, due, count, 3e-6, "sent and kept");
+            share = relative_error(sent, due, count);
+            if (round == EARLY - 1) early = share;
+            for (int w = 0; w < WORKERS; w++) free(delta[w]);
+        }
+        if (!full)
+            check(share <= 0.35 * early && share >= 0.1 * early && early < 0.9, "share not sent: %.3g, then %.3g",
+                  early, share);
+        for (int w = 0; w < WORKERS; w++) release(c.error[w], count, "error");
+        release(c.P, m * r, "P");
+        release(c.Q, n * r, "Q");
+        release(c.update, count, "update");
+        release(mean, count, "mean");
+        release(sent, count, "sent");
+        release(due, count, "due");
+        release(whole, count, "whole");
+        free(common);
+        stream_destroy(stream);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The mesh
+
+// 1F1B for every number of stages and micro-batches: each piece of work once, backwards in order, no more in flight
+// than promised; and stages that wait for each other's messages all finish.
+static void test_schedule(void) {
+    enum { MAX_STAGES = 7, MAX_MICRO = 9 };
+    static const char expected[] = "F0 F1 F2 B0 F3 B1 B2 B3 ";
+    char text[64] = "";
+    Work work[MAX_STAGES][2 * MAX_MICRO];
+    for (int n = 1; n <= MAX_MICRO; n++) {
+        for (int S = 1; S <= MAX_STAGES; S++) {
+            int next[MAX_STAGES] = {0}, done[MAX_STAGES][2] = {{0}}, left = S * 2 * n, moved = 1;
+            for (int s = 0; s < S; s++) {
+                int in_flight = 0;
+                schedule_1f1b(work[s], s, S, n);
+                for (int i = 0; i < 2 * n; i++) {
+                    int forward = work[s][i].kind == WORK_FORWARD;
+                    check(work[s][i].micro_batch == done[s][!forward]++, "stage %d of %d: work %d out of order", s, S,
+                          i);
+                    in_flight += forward ? 1 : -1;
+                    check(in_flight >= 0 && in_flight <= schedule_in_flight(s, S, n), "stage %d of %d: %d in flight", s,
+                          S, in_flight);
+                }
+                check(done[s][0] == n && done[s][1] == n, "stage %d of %d: %d forwards, %d backwards of %d", s, S,
+                      done[s][0], done[s][1], n);
+            }
+            memset(done, 0, sizeof done);
+            while (left > 0 && moved) {
+                moved = 0;
+                for (int s = 0; s < S; s++) {
+                    if (next[s] == 2 * n) continue;
+                    Work w = work[s][next[s]];
+                    int ready = w.kind == WORK_FORWARD ? s == 0 || done[s - 1][0] > w.micro_batch
+                                                       : s == S - 1 || done[s + 1][1] > w.micro_batch;
+                    if (ready) done[s][w.kind == WORK_BACKWARD]++, next[s]++, left--, moved = 1;
+                }
+            }
+            check(left == 0, "%d stages, %d micro-batches: stuck with %d left", S, n, left);
+        }
+    }
+    schedule_1f1b(work[0], 0, 3, 4);
+    for (int i = 0; i < 8; i++)
+        sprintf(text + strlen(text), "%c%d ", work[0][i].kind == WORK_FORWARD ? 'F' : 'B', work[0][i].micro_batch);
+    check(strcmp(text, expected) == 0, "stage 0 of 3, 4 micro-batches: %s", text);
+}
+
+#define DEEP                                                                                                           \
+    "--init d=24,layers=6,heads=4,kv=2,ffn=40,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 --micro-batch 2 -t 16 -l 1e-2 "  \
+    "--threads 2 --val-tokens 300 "
+
+static void check_same_model(const char *a, const char *b) {
+    char path_a[512], path_b[512];
+    snprintf(path_a, sizeof path_a, "%s/latest/model.bin", a);
+    snprintf(path_b, sizeof path_b, "%s/latest/model.bin", b);
+    check(same_file(path_a, path_b), "%s and %s differ in their weights", a, b);
+}
+
+// The losses of a run's log in one string.
+static char *logged_losses(const char *run) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/log.jsonl", run);
+    char *text = read_text(path), *losses = (char *)calloc(1, strlen(text) + 1), *at = text;
+    while ((at = strstr(at, "\"loss\":")) != NULL) {
+        size_t n = strcspn(at, ",}");
+        strncat(losses, at, n);
+        at += n;
+    }
+    free(text);
+    return losses;
+}
+
+// Any number of stages gives the same losses and weights, bit for bit, with accumulation and a short last micro-batch;
+// bf16 products too. What does travel is counted to the byte.
+static void test_stages(void) {
+    static const char *const precisions[] = {"fp32", "bf16"};
+    char command[1024], name[64], first[64];
+    write_corpus();
+    for (int p = 0; p < (device_has_bf16() ? 2 : 1); p++) {
+        static const int stages[] = {1, 2, 3, 4, 6};
+        char *losses = NULL;
+        for (int i = 0; i < 5; i++) {
+            snprintf(name, sizeof name, "y%d%s", stages[i], precisions[p]);
+            snprintf(command, sizeof command, DEEP "-n 4 -y %d --wire fp32 --clip 0 --precision %s -o @/%s%s",
+                     stages[i], precisions[p], name, i == 3 ? " --recompute" : "");
+            check_run(0, NULL, command, "done: 4 steps");
+            char *these = logged_losses(name);
+            if (i == 0) snprintf(first, sizeof first, "%s", name);
+            check_same_model(first, name);
+            if (losses != NULL)
+                check(strcmp(losses, these) == 0, "%d stages: other losses:\n%s\n%s", stages[i], losses, these);
+            check(strlen(these) > 40, "no losses in the log");
+            if (losses == NULL)
+                losses = these;
+            else
+                free(these);
+        }
+        free(losses);
+    }
+    // 3 boundaries x 80 tokens x K = 5 values of 2 bytes each way
+    check_run(0, NULL, DEEP "-n 2 -y 4 -x 1 -p 0.8 -o @/counted", "done: 2 steps");
+    char *log = read_text("counted/log.jsonl");
+    check(strstr(log, "\"forward\":2400,\"backward\":2400,\"dp\":0,\"anchor\":0,\"per_token\":15.0,") != NULL,
+          "the bytes are not 2400 each way:\n%s", log);
+    free(log);
+    check_run(1, NULL, DEEP "-n 2 -y 7", "the model has 6 layers");
+    // a tied model is untied by a cut, and starts from the same function
+    check_run(
+        0, NULL,
+        "--init d=24,layers=2,heads=2,kv=1,ffn=32,vocab=258,ctx=64,tied=1 --export @/tied.bin --export-dtype fp32",
+        "exported");
+    check_run(0, NULL, "-m @/tied.bin -d @/corpus.jsonl -b 3 -t 16 -n 1 -y 2 -l 0 --wire fp32 -o @/untied", "own head");
+    check_run(0, NULL, "-m @/tied.bin -d @/corpus.jsonl -b 3 -t 16 -n 1 -y 1 -l 0 -o @/kept", "tied head");
+    char *a = logged_losses("untied"), *b = logged_losses("kept");
+    check(strcmp(a, b) == 0, "untied: %s, tied: %s", a, b);
+    free(a);
+    free(b);
+}
+
+// A trainer in this process, ready for train_step. words: a command line without quotes, "@" is the scratch folder.
+typedef struct {
+    Trainer trainer;
+    Batch *batches;
+    Probe probe;
+    StepResult result;
+} MeshRun;
+
+static MeshRun *mesh_run_open(const char *words) {
+    MeshRun *run = (MeshRun *)calloc(1, sizeof *run);
+    Trainer *trainer = &run->trainer;
+    char text[4096] = "", *argv[64];
+    ModelFile file;
+    int argc = 1;
+    for (const char *c = words; *c != '\0'; c++) {
+        size_t used = strlen(text);
+        if (*c == '@')
+            snprintf(text + used, sizeof text - used, "%s", test_folder);
+        else
+            text[used] = *c, text[used + 1] = '\0';
+    }
+    argv[0] = (char *)"train";
+    for (char *word = strtok(text, " "); word != NULL; word = strtok(NULL, " ")) argv[argc++] = word;
+    memset(&file, 0, sizeof file);
+    fflush(stdout);
+    int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY); // what a start prints is of no interest
+    dup2(null, STDOUT_FILENO);
+    int result = cli_defaults(option_table, OPTION_COUNT, &trainer->opts) ||
+                 cli_parse(option_table, OPTION_COUNT, &trainer->opts, trainer->given, argc, argv) ||
+                 prepare(trainer, &file, ACTION_TRAIN) || load(trainer, &file);
+    model_file_close(&file);
+    fflush(stdout);
+    dup2(out, STDOUT_FILENO);
+    close(out);
+    close(null);
+    if (!check(result == 0, "%s: %s", words, error_message)) exit(1);
+    run->batches = (Batch *)calloc((size_t)trainer->mesh.n_replicas, sizeof(Batch));
+    for (int r = 0; r < trainer->mesh.n_replicas; r++) batch_alloc(&run->batches[r], trainer->opts.batch, trainer->T);
+    return run;
+}
+
+static void mesh_run_step(MeshRun *run) {
+    check(train_step(&run->trainer, run->batches, &run->probe, &run->result, NULL) == 0, "%s", error_message);
+}
+
+static void mesh_run_close(MeshRun *run) {
+    for (int r = 0; r < run->trainer.mesh.n_replicas; r++) batch_free(&run->batches[r]);
+    free(run->batches);
+    device_free(run->probe.fast);
+    device_free(run->probe.whole);
+    anchor_stop(&run->trainer.anchor);
+    mesh_free(&run->trainer.mesh);
+    json_decref(run->trainer.side_files);
+    dataset_close(&run->trainer.data);
+    stream_destroy(run->trainer.stream);
+    free(run);
+}
+
+// All weights of one arena of a replica, tensor after tensor; the caller frees them.
+static float *replica_values(const MeshRun *run, int replica, Arena arena, int64_t *n) {
+    const Stage *model = mesh_model(&run->trainer.mesh, replica);
+    float *values = (float *)malloc(sizeof(float) * (size_t)run->trainer.n_params);
+    *n = 0;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            memcpy(values + *n, stage_arena(stage, arena) + stage->tensors[i].offset,
+                   sizeof(float) * (size_t)stage->tensors[i].n);
+            *n += stage->tensors[i].n;
+        }
+    }
+    return values;
+}
+
+#define QUIET "-n 100 --precision fp32 --wire fp32 --clip 0 "
+
+// The gradient of the masked model: the masks are part of the function. Against differences of the loss along the
+// gradient and along random directions.
+static void test_masked_gradient(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP QUIET "-p 0.6 -x 1 -y 3 -l 0 --mask-scale sqrt");
+    Trainer *trainer = &run->trainer;
+    Mesh *mesh = &trainer->mesh;
+    mesh_run_step(run);
+    Pass pass = {run->batches, 7, 1, 0, NULL}, other = {run->batches, 8, 1, 0, NULL};
+    double losses[2], valid = (double)run->batches[0].n_valid;
+    if (check(mesh_run(mesh, 0, 1, &pass) == 0, "%s", error_message)) {
+        int64_t n;
+        float *grads = replica_values(run, 0, ARENA_GRADS, &n);
+        for (int direction = 0; direction < 4; direction++) {
+            double slope = 0.0, norm = 0.0, step = 1e-2;
+            float *along = direction == 0
+                               ? (float *)memcpy(malloc(sizeof(float) * (size_t)n), grads, sizeof(float) * (size_t)n)
+                               : random_values(n, 60 + (uint64_t)direction, 1.0f);
+            for (int64_t i = 0; i < n; i++) norm += (double)along[i] * along[i];
+            for (int64_t i = 0; i < n; i++)
+                along[i] = (float)(along[i] / sqrt(norm)), slope += (double)along[i] * grads[i];
+            for (int side = 0; side < 2; side++) {
+                int64_t at = 0;
+                for (Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
+                    for (int t = 0; t < stage->n_tensors; at += stage->tensors[t++].n)
+                        for (int64_t i = 0; i < stage->tensors[t].n; i++)
+                            stage->params[stage->tensors[t].offset + i] +=
+                                (float)(side ? -2.0 * step : step) * along[at + i];
+                mesh_run(mesh, 0, 1, &pass);
+                losses[side] = mesh_cell(mesh, 0, 2)->loss_sum / valid;
+            }
+            int64_t at = 0;
+            for (Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
+                for (int t = 0; t < stage->n_tensors; at += stage->tensors[t++].n)
+                    for (int64_t i = 0; i < stage->tensors[t].n; i++)
+                        stage->params[stage->tensors[t].offset + i] += (float)step * along[at + i];
+            double numeric = (losses[0] - losses[1]) / (2.0 * step), scale = direction == 0 ? fabs(slope) : 0.05;
+            check(fabs(numeric - slope) <= 0.02 * scale, "direction %d: slope %g, differences give %g", direction,
+                  slope, numeric);
+        }
+        mesh_run(mesh, 0, 1, &other);
+        int64_t n_other;
+        float *others = replica_values(run, 0, ARENA_GRADS, &n_other);
+        check(memcmp(others, grads, sizeof(float) * (size_t)n) != 0, "another step has the same masks");
+        free(others);
+        free(grads);
+    }
+    mesh_run_close(run);
+}
+
+// The anchor: what it delivers is the gradient of the parameters of the step it claims, bit for bit, computed while the
+// fast circuit went on; a synchronous one, computed from newer parameters, fails.
+static void test_anchor(void) {
+    enum { DELAY = 3, STEPS = 14 };
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP "-n 100 --precision fp32 -p 0.5 -x 2 -y 3 --anchor-delay 3 --anchor-threads 2");
+    Trainer *trainer = &run->trainer;
+    Anchor *anchor = &trainer->anchor;
+    int64_t n, deliveries = 0;
+    float *snapshot = NULL, *now;
+    double loss;
+    Stage whole;
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    stage_table(&whole, &trainer->config, 0, trainer->config.n_layers);
+    stage_plan(&whole, trainer->B, trainer->T, 1, 0);
+    stage_alloc(&whole, stream);
+    for (int step = 0; step < STEPS; step++) {
+        if (anchor->launched >= 0 && step == anchor->launched + DELAY) {
+            anchor_state(anchor, 1);
+            int64_t at = 0;
+            for (int t = 0; t < whole.n_tensors; at += whole.tensors[t++].n)
+                for (int64_t i = 0; i < whole.tensors[t].n; i++)
+                    whole.params[whole.tensors[t].offset + i] = float_of_bf16(bf16_of_float(snapshot[at + i]));
+            stage_gradients(&whole, &anchor->tokens, trainer->B, &loss, NULL, stream);
+            for (int t = 0; t < whole.n_tensors; t++)
+                check(memcmp(whole.grads + whole.tensors[t].offset, anchor->stage.grads + whole.tensors[t].offset,
+                             sizeof(float) * (size_t)whole.tensors[t].n) == 0,
+                      "step %d: the gradient of %s is not that of the snapshot", step, whole.tensors[t].name);
+            check(loss == anchor->loss, "loss %g, of the snapshot %g", anchor->loss, loss);
+            now = replica_values(run, 0, ARENA_PARAMS, &n);
+            check(memcmp(now, snapshot, sizeof(float) * (size_t)n) != 0, "the fast circuit has not moved");
+            free(now);
+        }
+        int64_t launched = anchor->launched;
+        now = replica_values(run, 0, ARENA_PARAMS, &n);
+        mesh_run_step(run);
+        check(run->result.delivered == (step > 0 && step % DELAY == 0), "step %d: delivered %d", step,
+              run->result.delivered);
+        if (run->result.delivered)
+            check(anchor->delivered == step - DELAY, "step %d: of step %lld", step, (long long)anchor->delivered);
+        deliveries += run->result.delivered;
+        if (anchor->launched != launched) {
+            check(anchor->launched == step, "the snapshot claims step %lld, not %d", (long long)anchor->launched, step);
+            free(snapshot);
+            snapshot = now;
+        } else {
+            free(now);
+        }
+    }
+    check(deliveries == (STEPS - 1) / DELAY && anchor->deliveries == deliveries, "%lld deliveries",
+          (long long)deliveries);
+    free(snapshot);
+    stage_free(&whole);
+    stream_destroy(stream);
+    mesh_run_close(run);
+}
+
+// With auto, the fast circuit goes on while the anchor is held back, and takes the factors once they are there.
+static void test_anchor_auto(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP "-n 100 -p 0.5 -x 2 -y 2 --anchor-delay auto");
+    Anchor *anchor = &run->trainer.anchor;
+    anchor->held = 1; // before the first launch, so the thread does not look at it yet
+    for (int step = 0; step < 12; step++) {
+        mesh_run_step(run);
+        check(!run->result.delivered, "step %d: factors from a pass that is held back", step);
+    }
+    check(anchor->deliveries == 0 && run->trainer.progress.step == 12, "the fast circuit did not go on");
+    pthread_mutex_lock(&anchor->mutex);
+    anchor->held = 0;
+    pthread_cond_broadcast(&anchor->changed);
+    pthread_mutex_unlock(&anchor->mutex);
+    check(anchor_state(anchor, 1) == ANCHOR_READY, "the pass failed: %s", anchor->error);
+    mesh_run_step(run);
+    check(run->result.delivered && anchor->delivered == 0, "the factors were not taken");
+    mesh_run_close(run);
+}
+
+// Factors of rank r filter nearly as full ones do when the momentum's spectrum decays; --alpha 1 is plain AdamW.
+static void test_anchor_rank(void) {
+    write_corpus();
+    check_run(0, NULL, DEEP "-n 5 -p 0.5 -x 2 -y 2 --anchor-delay 2 --alpha 1 -o @/alpha1", "done: 5 steps");
+    check_run(0, NULL, DEEP "-n 5 -p 0.5 -x 1 -y 2 -o @/plain", "done: 5 steps");
+    check_same_model("alpha1", "plain");
+    check_run(0, NULL, DEEP "-n 5 -p 0.5 -x 2 -y 2 --anchor-delay 2 -o @/alpha3", "done: 5 steps");
+    check(!same_file("alpha3/latest/model.bin", "plain/latest/model.bin"), "the filter does nothing");
+    MeshRun *cut = mesh_run_open(DEEP QUIET "-p 0.5 -x 2 -y 2 --anchor-delay 2 --anchor-rank 6 --tau 1e-4");
+    MeshRun *full = mesh_run_open(DEEP QUIET "-p 0.5 -x 2 -y 2 --anchor-delay 2 --anchor-rank 0 --tau 1e-4");
+    for (int step = 0; step < 2; step++) mesh_run_step(cut), mesh_run_step(full);
+    Anchor *a = &cut->trainer.anchor, *b = &full->trainer.anchor; // the first pass is done and not delivered yet
+    check(anchor_state(a, 1) == ANCHOR_READY && anchor_state(b, 1) == ANCHOR_READY, "the first pass failed");
+    const Factor *f = &a->sets[1 - a->front].of[7], *g = &b->sets[1 - b->front].of[7]; // gate_proj of layer 0
+    check(f->r == 6 && g->r == 24, "ranks %d and %d", f->r, g->r);
+    check_close(f->s, g->s, 6, 2e-2, "leading singular values");
+    int64_t n;
+    float *grad = random_values((int64_t)f->m * f->n, 71, 1.0f),
+          *other = (float *)malloc(sizeof(float) * (size_t)f->m * (size_t)f->n);
+    float *momentum = b->stage.m + b->stage.tensors[7].offset;
+    n = (int64_t)f->m * f->n;
+    memcpy(grad, momentum, sizeof(float) * (size_t)n); // a gradient like the anchor's passes
+    memcpy(other, momentum, sizeof(float) * (size_t)n);
+    spectral_filter(grad, f->u, f->d, f->v, f->m, f->n, f->r, 0.0f, cut->trainer.stream);
+    spectral_filter(other, g->u, g->d, g->v, g->m, g->n, g->r, 0.0f, full->trainer.stream);
+    // the full filter turns M into sum d^2 s u v^T, and the cut one ends the sum early
+    double all = 0.0, rest = 0.0;
+    for (int i = 0; i < g->r; i++) {
+        double passed = (double)g->d[i] * g->d[i] * g->s[i];
+        all += passed * passed, rest += i >= f->r ? passed * passed : 0.0;
+    }
+    double error = relative_error(grad, other, n), expected = sqrt(rest / all);
+    check(fabs(error - expected) < 0.05 * expected, "rank 6 of 24 differs by %g, the spectrum says %g", error,
+          expected);
+    free(grad);
+    free(other);
+    mesh_run_close(cut);
+    mesh_run_close(full);
+}
+
+// Resumed or not, same bits: masks, anchor in flight, outer steps in flight.
+static void test_mesh_resume(void) {
+    static const char *const variants[] = {"-p 0.5 -x 2 -y 3 --anchor-delay 3",
+                                           "-p 0.5 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --overlap 2",
+                                           "-x 2 -y 2 --dp dense", "-x 2 --dp none"};
+    static const char *const files[] = {"model.bin", "optimizer.bin", "optimizer_1.bin", "anchor.bin"};
+    char command[1024], a[256], b[256];
+    write_corpus();
+    for (int i = 0; i < 4; i++) {
+        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/m%d", variants[i], i);
+        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/n%d --stop-after 5", variants[i], i);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "-o @/n%d --resume", i);
+        check_run(0, NULL, command, "done: 11 steps");
+        for (int f = 0; f < 4; f++) {
+            snprintf(a, sizeof a, "m%d/latest/%s", i, files[f]);
+            snprintf(b, sizeof b, "n%d/latest/%s", i, files[f]);
+            int exists = file_exists(scratch_path(a));
+            check(exists == (f < 2 || (f == 2 ? i >= 1 : i < 2)), "%s: %s", variants[i], files[f]);
+            if (exists) check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
+        }
+    }
+    check_run(1, NULL, "-o @/m0 --resume -n 20 -x 4", "the run had");
+}
+
+// --dp dense: two replicas with half the batch each are one with the whole batch, up to the order of sums.
+static void test_dense(void) {
+    int64_t n, m;
+    write_corpus();
+    MeshRun *two = mesh_run_open(DEEP QUIET "-b 3 -x 2 --dp dense -l 0"),
+            *one = mesh_run_open(DEEP QUIET "-b 6 -x 1 -l 0");
+    mesh_run_step(two);
+    mesh_run_step(one);
+    float *a = replica_values(two, 0, ARENA_GRADS, &n), *b = replica_values(one, 0, ARENA_GRADS, &m);
+    float *c = replica_values(two, 1, ARENA_GRADS, &n);
+    check(n == m, "sizes");
+    check_close(a, b, n, 2e-6, "gradient of two replicas");
+    check(memcmp(a, c, sizeof(float) * (size_t)n) == 0, "the replicas have other gradients");
+    check(fabs(two->result.loss - one->result.loss) < 1e-6, "losses %g and %g", two->result.loss, one->result.loss);
+    // each replica sends its gradient or the sum once: 2 * (R-1) / R of the parameters a replica
+    check(two->result.sent.bytes[TRAFFIC_DP] == 2 * 4 * two->trainer.n_params, "%lld bytes",
+          (long long)two->result.sent.bytes[TRAFFIC_DP]);
+    free(a);
+    free(b);
+    free(c);
+    mesh_run_close(two);
+    mesh_run_close(one);
+}
+
+// Outer steps: every step, full rank, rate 1, no momentum: the average of the replicas. Low rank: all replicas hold the
+// same merged weights after every merge, every tensor is in one fragment, and traffic is what the ranks say.
+static void test_diloco(void) {
+    int64_t n;
+    write_corpus();
+    MeshRun *apart = mesh_run_open(DEEP QUIET "-x 3 -y 2 --dp none");
+    MeshRun *met = mesh_run_open(
+        DEEP QUIET "-x 3 -y 2 --local-steps 1 --outer-lr 1 --outer-momentum 0 --mix 0 --powersgd-rank 1000");
+    mesh_run_step(apart);
+    mesh_run_step(met);
+    float *a = replica_values(apart, 0, ARENA_PARAMS, &n), *b = replica_values(apart, 1, ARENA_PARAMS, &n);
+    float *c = replica_values(apart, 2, ARENA_PARAMS, &n), *merged = replica_values(met, 0, ARENA_PARAMS, &n);
+    check(memcmp(a, b, sizeof(float) * (size_t)n) != 0, "replicas that never meet are equal");
+    for (int64_t i = 0; i < n; i++) a[i] = (a[i] + b[i] + c[i]) / 3.0f;
+    check_close(merged, a, n, 1e-6, "average");
+    for (int r = 0; r < 3; r++) {
+        float *global = replica_values(met, r, ARENA_GLOBAL, &n), *local = replica_values(met, r, ARENA_PARAMS, &n);
+        check(memcmp(global, merged, sizeof(float) * (size_t)n) == 0 &&
+                  memcmp(local, merged, sizeof(float) * (size_t)n) == 0,
+              "replica %d holds others", r);
+        free(global);
+        free(local);
+    }
+    free(a);
+    free(b);
+    free(c);
+    free(merged);
+    mesh_run_close(apart);
+    mesh_run_close(met);
+
+    MeshRun *low = mesh_run_open(DEEP "-n 100 -x 3 -y 2 --local-steps 4 --fragments 3 --overlap 2 --powersgd-rank 2");
+    Mesh *mesh = &low->trainer.mesh;
+    int64_t last_bytes = 0;
+    for (int step = 1; step <= 13; step++) {
+        mesh_run_step(low);
+        last_bytes += low->result.sent.bytes[TRAFFIC_DP];
+        for (int s = 0; s < 2; s++)
+            for (int r = 1; r < 3; r++) {
+                const Stage *first = &mesh_cell(mesh, 0, s)->stage, *stage = &mesh_cell(mesh, r, s)->stage;
+                check(memcmp(first->global, stage->global, sizeof(float) * (size_t)stage->arena_floats) == 0,
+                      "step %d: replica %d merged something else", step, r);
+            }
+    }
+    int64_t expected = 0;
+    for (int f = 0; f < 3; f++) {
+        int begun = 0, merged_at = 0, members = 0;
+        for (int step = 1; step <= 13; step++) {
+            begun += outer_begins(&low->trainer.outer, f, step);
+            merged_at += outer_merges(&low->trainer.outer, f, step);
+        }
+        check(begun >= 3 && merged_at >= 2, "fragment %d began %d times, was merged %d times", f, begun, merged_at);
+        for (int s = 0; s < 2; s++) {
+            const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+            for (int t = 0; t < stage->n_tensors; t++) {
+                const Tensor *tensor = &stage->tensors[t];
+                check(tensor->fragment >= 0 && tensor->fragment < 3, "%s is in fragment %d", tensor->name,
+                      tensor->fragment);
+                if (tensor->fragment != f) continue;
+                members++;
+                int64_t values =
+                    tensor->n_dims == 2 ? powersgd_rank(tensor, 2) * (tensor->shape[0] + tensor->shape[1]) : tensor->n;
+                expected += begun * 2 * (3 - 1) * 2 * values; // to the owner and back, bf16
+            }
+        }
+        check(members > 0, "fragment %d is empty", f);
+    }
+    check(last_bytes == expected, "%lld bytes, the ranks say %lld", (long long)last_bytes, (long long)expected);
+    mesh_run_close(low);
+    check_run(0, NULL, DEEP "-n 9 -x 3 -y 2 --local-steps 4 -o @/final", "in all");
+}
+
+// --probe at p = 0 compares a gradient with itself; with masks it is below 1.
+static void test_probe(void) {
+    write_corpus();
+    MeshRun *whole = mesh_run_open(DEEP QUIET "-x 1 -y 3 --probe 1"),
+            *masked = mesh_run_open(DEEP QUIET "-p 0.7 -x 1 -y 3 --probe 1");
+    mesh_run_step(whole);
+    mesh_run_step(masked);
+    check(fabs(whole->result.probe[0] - 1.0) < 1e-9, "cosine with itself: %g", whole->result.probe[0]);
+    check(masked->result.probe[0] > 0.05 && masked->result.probe[0] < 0.999, "masked: %g", masked->result.probe[0]);
+    mesh_run_close(whole);
+    mesh_run_close(masked);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The mesh before it runs
+
+// The smallest possible cost of the most expensive of Y stages for n layers, the last of which also has the head.
+static int64_t cheapest_split(int n, int Y, int64_t layer, int64_t head) {
+    int64_t best = INT64_MAX;
+    if (Y == 1) return n * layer + head;
+    for (int k = 1; k <= n - (Y - 1); k++) { // k layers on the first stage
+        int64_t rest = cheapest_split(n - k, Y - 1, layer, head), worst = k * layer > rest ? k * layer : rest;
+        if (worst < best) best = worst;
+    }
+    return best;
+}
+
+// The cost of a partition's most expensive stage; -1 if a layer is missing, doubled, or a stage is empty.
+static int64_t partition_cost(const int *first, const Config *config, int Y, int T) {
+    int64_t worst = 0;
+    for (int s = 0; s < Y; s++) {
+        int64_t cost = (first[s + 1] - first[s]) * partition_layer_cost(config, T);
+        if (s == Y - 1) cost += partition_head_cost(config);
+        if (cost > worst) worst = cost;
+        if (first[s + 1] <= first[s]) return -1;
+    }
+    return first[0] == 0 && first[Y] == config->n_layers ? worst : -1;
+}
+
+// Every split of up to 11 layers against brute force, with no head to speak of, one of four layers, and one of twenty.
+// Must fail for: a forgotten head, a stage left empty, 10 layers cut as 4 4 2.
+static void test_partition(void) {
+    static const int vocabularies[] = {258, 128256, 600000};
+    static const struct {
+        const char *preset;
+        int layers, Y;
+        int sizes[4];
+    } known[] = {{"tiny", 10, 3, {3, 4, 3}},
+                 {"smollm2-135m", 30, 4, {9, 9, 9, 3}}, // the head is 6 layers
+                 {"llama-3.2-1b", 16, 4, {5, 5, 5, 1}},
+                 {"tiny", 4, 4, {1, 1, 1, 1}},
+                 {"tiny", 7, 1, {7}}};
+    Config config;
+    int first[PARTITION_MAX_STAGES + 2];
+    for (int v = 0; v < 3; v++)
+        for (int L = 1; L <= 11; L++)
+            for (int Y = 1; Y <= L; Y++) {
+                check(config_from_spec(&config, "llama-3.2-1b") == 0, "%s", error_message);
+                config.vocab = vocabularies[v], config.n_layers = L;
+                first[Y + 1] = 12345;
+                check(partition_layers(first, &config, Y, 2048) == 0, "%s", error_message);
+                int64_t best = cheapest_split(L, Y, partition_layer_cost(&config, 2048), partition_head_cost(&config));
+                check(partition_cost(first, &config, Y, 2048) == best && first[Y + 1] == 12345,
+                      "%d layers on %d stages, vocabulary %d: %lld, the best is %lld", L, Y, config.vocab,
+                      (long long)partition_cost(first, &config, Y, 2048), (long long)best);
+            }
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        check(config_from_spec(&config, known[i].preset) == 0, "%s", error_message);
+        config.n_layers = known[i].layers;
+        check(partition_layers(first, &config, known[i].Y, 2048) == 0, "%s", error_message);
+        for (int s = 0; s < known[i].Y; s++)
+            check(first[s + 1] - first[s] == known[i].sizes[s], "%s, %d layers: stage %d of %d has %d", known[i].preset,
+                  known[i].layers, s, known[i].Y, first[s + 1] - first[s]);
+    }
+    // the largest shape a config may have does not overflow
+    Config huge = config;
+    huge.n_layers = 4096, huge.channels = 1 << 20, huge.heads = huge.kv_heads = 1 << 14, huge.head_dim = 1 << 12;
+    huge.ffn = 1 << 22, huge.vocab = 1 << 24;
+    check(partition_layers(first, &huge, 4096, PARTITION_MAX_T) == 0 && partition_cost(first, &huge, 4096, 1) > 0,
+          "the largest model");
+    check(partition_layers(first, &huge, 3, PARTITION_MAX_T) == 0 && first[1] == 1365 && first[2] == 2731,
+          "the largest model on three stages: %d %d", first[1], first[2]);
+    check_error(partition_layers(first, &config, 0, 16), "0 pipeline stages", "no stage");
+    check_error(partition_layers(first, &config, -2, 16), "-2 pipeline stages", "a negative number of stages");
+    check_error(partition_layers(first, &config, config.n_layers + 1, 16), "at least one", "more stages than layers");
+    check_error(partition_layers(first, &config, 1, 0), "0 tokens", "no tokens");
+    check_error(partition_layers(first, &config, 1, PARTITION_MAX_T + 1), "tokens a sequence", "too long a sequence");
+}
+
+// The published setting: llama-3.2-1b, X 8, Y 4, batch 32, T 2048, 200 Mbit/s; the latency is a guess.
+static MeshPlan published_plan(void) {
+    MeshPlan plan;
+    memset(&plan, 0, sizeof plan);
+    check(config_from_spec(&plan.config, "llama-3.2-1b") == 0, "%s", error_message);
+    plan.replicas = 8, plan.stages = 4, plan.batch = 32, plan.T = 2048, plan.micro_batch = 1;
+    plan.mask_rate = 0.95f, plan.anchor = 1, plan.anchor_rank = plan.config.channels / 8, plan.anchor_delay = 20;
+    plan.dp = MESH_DP_DILOCO, plan.local_steps = 10, plan.wire_bytes = 2;
+    plan.link_mbps = 200.0, plan.link_ms = 10.0, plan.device_tflops = 90.0;
+    return plan;
+}
+
+static void check_within(double value, double expected, double share, const char *what) {
+    check(fabs(value - expected) <= share * expected, "%s: %g, expected %g within %g%%", what, value, expected,
+          100.0 * share);
+}
+
+// Refused, and the message says why.
+static void check_plan_refused(const MeshPlan *plan, const char *why) {
+    MeshEstimate estimate;
+    check_error(mesh_estimate(&estimate, plan), why, why);
+    check(estimate.cells == NULL, "%s: cells after a refusal", why);
+}
+
+// Bytes and rates against SPEC section 9, memory against the stage train_gpt.cu would allocate, each term against its
+// formula, bad input. Must fail for: params tied when Y > 1, one direction of a boundary, fp32 taken for bf16, an
+// anchor that costs nothing, a dense average that overlaps.
+static void test_estimate(void) {
+    static const struct {
+        double bytes, tokens_per_s, ratio; // a token, of one replica, over Dense; 0: not published
+    } published[MESH_VARIANTS] = {{22900, 1.1e3, 1}, {0, 0, 1.4},      {6900, 3.6e3, 3.3}, {0, 0, 0},
+                                  {370, 48.9e3, 42}, {790, 27.8e3, 0}, {446, 46.5e3, 0}};
+    MeshPlan plan = published_plan(), changed;
+    MeshEstimate e, variants[MESH_VARIANTS];
+    double dense = 0.0;
+    for (int i = 0; i < MESH_VARIANTS; i++) {
+        const char *name = mesh_variants[i].name;
+        changed = mesh_variant_plan(&plan, &mesh_variants[i]);
+        check(mesh_estimate(&variants[i], &changed) == 0, "%s", error_message);
+        double rate = variants[i].even_tokens_per_s / variants[i].n_fast;
+        if (i == 0) dense = rate;
+        if (published[i].bytes > 0.0) check_within(variants[i].total_bytes, published[i].bytes, 0.15, name);
+        if (published[i].ratio > 0.0) check_within(rate / dense, published[i].ratio, 0.15, name);
+        if (published[i].tokens_per_s > 0.0) check_within(rate, published[i].tokens_per_s, 0.2, name);
+    }
+    static const int by_speed[] = {4, 6, 5, 2, 1, 0}; // M95, M95+AP, M90+AP, +DP, M95 under dense DP, Dense
+    for (int i = 1; i < 6; i++) {
+        const MeshEstimate *faster = &variants[by_speed[i - 1]], *slower = &variants[by_speed[i]];
+        check(faster->tokens_per_s > slower->tokens_per_s && faster->even_tokens_per_s > slower->even_tokens_per_s,
+              "%s is not faster than %s", mesh_variants[by_speed[i - 1]].name, mesh_variants[by_speed[i]].name);
+    }
+    double untied = 1235814400.0 + 128256.0 * 2048.0, tokens = 32.0 * 2048.0;
+    check_within(variants[0].boundary_bytes, 6144.0, 1e-12, "boundary");
+    check_within(variants[0].dp_bytes, 2.0 * 7.0 / 8.0 * 2.0 * untied / 4.0 / tokens, 1e-12, "dense average");
+    check_within(variants[4].boundary_bytes, 6144.0 * 102.0 / 2048.0, 1e-12, "masked boundary");
+    check(variants[0].dp_bytes >= 640.0 * variants[4].dp_bytes && variants[0].dp_bytes < 700.0 * variants[4].dp_bytes,
+          "DiLoCo and PowerSGD save %gx", variants[0].dp_bytes / variants[4].dp_bytes);
+    check_within(variants[6].anchor_bytes, 2.0 * 16 * (44032 + 7) * 256 / 4 / (20 * tokens), 1e-12, "anchor's factors");
+    check(variants[6].n_fast == 7 && variants[4].n_fast == 8 && variants[4].anchor_bytes == 0.0,
+          "the anchor's replica");
+    check(variants[6].anchor_s > variants[6].step_s && variants[6].anchor_s < 20.0 * variants[6].step_s,
+          "the anchor takes %g s of a step's %g s", variants[6].anchor_s, variants[6].step_s);
+    double params = 0.0, layers = 0.0;
+    for (int s = 0; s < 4; s++) {
+        const CellEstimate *cell = &variants[6].cells[s];
+        params += (double)cell->n_params, layers += cell->n_layers;
+        check(cell->memory_bytes > 16.0 * (double)cell->n_params && cell->anchor_memory_bytes > 0.0, "stage %d: %g B",
+              s, cell->memory_bytes);
+        check(s == 0 || cell->act_bytes < variants[6].cells[0].act_bytes, "more in flight on stage %d than on 0", s);
+    }
+    check(params == untied && layers == 16.0, "%g parameters, %g layers", params, layers);
+    for (int i = 0; i < MESH_VARIANTS; i++) mesh_estimate_free(&variants[i]);
+
+    // an anchor that cannot keep its delay holds the fast circuit up
+    changed = plan, changed.anchor_delay = 1;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check_within(e.step_s, e.anchor_s, 1e-12, "a step that waits for the anchor");
+    mesh_estimate_free(&e);
+    // one fast replica has nobody to average with, and sends its parameters to the anchor
+    changed = plan, changed.replicas = 2;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check(e.n_fast == 1 && e.dp_bytes == 0.0, "one fast replica averages %g bytes a token", e.dp_bytes);
+    check_within(e.anchor_bytes, 2.0 * (16.0 * (44032 + 7) * 256 + untied) / 4 / (20 * tokens), 1e-12, "snapshot");
+    mesh_estimate_free(&e);
+    // p = 0: the anchor is off; four bytes a value are twice two
+    changed = plan, changed.mask_rate = 0.0f, changed.wire_bytes = 4;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check(e.n_fast == 8 && e.anchor_bytes == 0.0 && e.anchor_s == 0.0, "an anchor without a mask");
+    check_within(e.boundary_bytes, 2.0 * 6144.0, 1e-12, "fp32 boundary");
+    mesh_estimate_free(&e);
+    // a slow link: time is what the busiest cell sends, and the latency of six hops
+    changed = plan, changed.mask_rate = 0.0f, changed.dp = MESH_DP_NONE, changed.link_mbps = 1.0;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check_within(e.step_s, 8192.0 * tokens * 8.0 / 1e6 + 6 * 0.010, 1e-12, "a slow link");
+    mesh_estimate_free(&e);
+
+    // one cell, alone: the model as it is, tied, and the memory train_gpt.cu would take
+    static const char *const models[] = {"smollm2-135m", "tinyllama-1.1b"};
+    for (int i = 0; i < 2; i++)
+        for (int recompute = 0; recompute < 2; recompute++) {
+            Stage stage;
+            changed = plan, changed.replicas = 1, changed.stages = 1, changed.anchor = 0, changed.recompute = recompute;
+            check(config_from_spec(&changed.config, models[i]) == 0, "%s", error_message);
+            changed.micro_batch = 2, changed.T = 512;
+            changed.logits_floats = (int64_t)logits_chunk(&changed.config, 2 * 512) * changed.config.vocab;
+            check(stage_table(&stage, &changed.config, 0, changed.config.n_layers) == 0 &&
+                      stage_plan(&stage, 2, 512, 1, recompute) == 0,
+                  "%s", error_message);
+            check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+            check_within(e.cells[0].act_bytes, 4.0 * (double)stage.acts_floats, 0.005, "activations");
+            check(e.cells[0].n_params == stage.n_params && e.total_bytes == 0.0, "%s: %lld parameters, %g bytes sent",
+                  models[i], (long long)e.cells[0].n_params, e.total_bytes);
+            int64_t vectors = (2 * changed.config.n_layers + 1) * (int64_t)changed.config.channels;
+            int64_t look_up = changed.config.tied ? 0 : partition_head_cost(&changed.config);
+            double attention = 512.0 * (double)stage.A * changed.config.n_layers;
+            double flops = 6.0 * ((double)(stage.n_params - vectors - look_up) + attention);
+            check_within(e.step_s, 32 * 512.0 * flops / 90e12, 1e-12, "a step alone");
+            mesh_estimate_free(&e);
+            stage_free(&stage);
+        }
+
+    // PowerSGD's rank: the last that still gives the ratio
+    for (int r = 1; r < 300; r += 17) {
+        double ratio = untied / powersgd_elements(&plan.config, 16, 2, 1, r);
+        int at = powersgd_auto_rank(&plan.config, 1, ratio * (1.0 - 1e-9));
+        int above = powersgd_auto_rank(&plan.config, 1, ratio * 1.001);
+        check(at == r && above == (r > 1 ? r - 1 : 1), "rank %d became %d and %d", r, at, above);
+    }
+    check(powersgd_auto_rank(&plan.config, 1, 64.0) == 24, "rank %d", powersgd_auto_rank(&plan.config, 1, 64.0));
+    check(powersgd_auto_rank(&plan.config, 0, 1e9) == 1, "at least 1");
+    check(config_from_spec(&changed.config, "tiny") == 0 && powersgd_auto_rank(&changed.config, 0, 1e-3) == 64,
+          "at most every column");
+
+    // refusals
+    static const struct {
+        size_t offset;
+        int value;
+        const char *why;
+    } wrong[] = {{offsetof(MeshPlan, replicas), 0, "replicas is 0"},
+                 {offsetof(MeshPlan, replicas), 1, "at least 2"},
+                 {offsetof(MeshPlan, stages), 0, "0 pipeline stages"},
+                 {offsetof(MeshPlan, stages), 17, "17 pipeline stages"},
+                 {offsetof(MeshPlan, batch), 2000000000, "batch is 2000000000"},
+                 {offsetof(MeshPlan, T), 0, "0 tokens"},
+                 {offsetof(MeshPlan, T), INT_MAX, "tokens a sequence"},
+                 {offsetof(MeshPlan, micro_batch), 0, "micro-batch is 0"},
+                 {offsetof(MeshPlan, micro_batch), 33, "it must be 1 to 32"},
+                 {offsetof(MeshPlan, recompute), 2, "recompute is 2"},
+                 {offsetof(MeshPlan, anchor), 2, "anchor is 2"},
+                 {offsetof(MeshPlan, anchor_rank), -1, "anchor-rank is -1"},
+                 {offsetof(MeshPlan, anchor_delay), 0, "anchor-delay is 0"},
+                 {offsetof(MeshPlan, dp), 3, "dp is 3"},
+                 {offsetof(MeshPlan, local_steps), 0, "local-steps is 0"},
+                 {offsetof(MeshPlan, powersgd_rank), -1, "powersgd-rank is -1"},
+                 {offsetof(MeshPlan, wire_bytes), 3, "3 bytes a value"},
+                 {offsetof(MeshPlan, config.n_layers), 0, "num_hidden_layers is 0"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        changed = plan;
+        memcpy((char *)&changed + wrong[i].offset, &wrong[i].value, sizeof(int));
+        check_plan_refused(&changed, wrong[i].why);
+    }
+    changed = plan, changed.mask_rate = NAN;
+    check_plan_refused(&changed, "mask-rate is");
+    changed = plan, changed.mask_rate = 1.0f;
+    check_plan_refused(&changed, "mask-rate is 1");
+    changed = plan, changed.link_mbps = 0.0;
+    check_plan_refused(&changed, "link rate in Mbit/s is 0");
+    changed = plan, changed.link_ms = -1.0;
+    check_plan_refused(&changed, "link latency in ms is -1");
+    changed = plan, changed.device_tflops = INFINITY;
+    check_plan_refused(&changed, "device TFLOP/s is inf");
+    changed = plan, changed.logits_floats = -1;
+    check_plan_refused(&changed, "logits is -1");
+
+    // the print: every variant, and without those a single replica cannot have
+    char text[8192];
+    for (int alone = 0; alone < 2; alone++) {
+        FILE *file = fopen(scratch_path("estimate.txt"), "w+e");
+        if (!check(file != NULL, "no scratch file")) return;
+        changed = plan;
+        if (alone) changed.replicas = 1, changed.anchor = 0;
+        check(mesh_estimate_print(file, &changed) == 0, "%s", error_message);
+        rewind(file);
+        text[fread(text, 1, sizeof text - 1, file)] = '\0';
+        fclose(file);
+        for (int i = 0; i < MESH_VARIANTS; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "\n  %s ", mesh_variants[i].name);
+            check((strstr(text, name) != NULL) == !(alone && mesh_variants[i].anchor), "%s in:\n%s", name, text);
+        }
+        check(strstr(text, "nan") == NULL && strstr(text, "inf ") == NULL, "%s", text);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The wire: masks, codecs, links, clocks
+
+// How far T sets of K of H dims are from uniform ones, in standard deviations: chi-square over dims, and over unordered
+// pairs of dims. The mean and variance are exact but for counts not being normal: dims are drawn without replacement,
+// so the covariance of the counts has the eigenvalues of the Johnson scheme J(H,2) instead of one.
+static void mask_uniformity(double *dims_z, double *pairs_z, MaskKey key, int H, int K, int T) {
+    double *dims = (double *)calloc((size_t)H, sizeof(double));
+    uint32_t *pairs = (uint32_t *)calloc((size_t)H * H, sizeof(uint32_t)); // [larger dim][smaller dim]
+    int *chosen = (int *)malloc(sizeof(int) * (size_t)K);
+    for (int token = 0; token < T; token++) {
+        MaskSet set = mask_set(key, token, H);
+        for (int i = 0; i < K; i++) {
+            chosen[i] = mask_index(&set, i);
+            dims[chosen[i]] += 1.0;
+            for (int j = 0; j < i; j++) {
+                int low = chosen[i] < chosen[j] ? chosen[i] : chosen[j];
+                pairs[(size_t)(chosen[i] + chosen[j] - low) * H + low]++;
+            }
+        }
+    }
+    double share = (double)K / H, dims_sum = 0.0, pairs_sum = 0.0;
+    double two = share * (K - 1) / (H - 1), three = two * (K - 2) / (H - 2), four = three * (K - 3) / (H - 3);
+    double same = two * (1 - two), touching = three - two * two, apart = four - two * two; // covariances of pairs
+    double of_dims = same + (H - 4) * touching - (H - 3) * apart, of_rest = same - 2 * touching + apart;
+    double n_dims = H - 1, n_rest = 0.5 * H * (H - 3);
+    for (int i = 0; i < H; i++) {
+        dims_sum += (dims[i] - T * share) * (dims[i] - T * share);
+        for (int j = 0; j < i; j++) {
+            double difference = pairs[(size_t)i * H + j] - T * two;
+            pairs_sum += difference * difference;
+        }
+    }
+    *dims_z = (dims_sum / (T * share * (1 - share) * H / n_dims) - n_dims) / sqrt(2 * n_dims);
+    *pairs_z = K < 2 ? 0.0
+                     : (pairs_sum / T - n_dims * of_dims - n_rest * of_rest) /
+                           sqrt(2 * (n_dims * of_dims * of_dims + n_rest * of_rest * of_rest));
+    free(dims);
+    free(pairs);
+    free(chosen);
+}
+
+// Index sets that every build must find: the first 12 of the set. They are part of every run's bits.
+static const struct {
+    MaskKey key;
+    int token, H;
+    int first[12];
+} mask_golden[] = {
+    {{1337, 0, 0, 0, 0}, 0, 192, {169, 19, 94, 145, 130, 129, 72, 64, 191, 14, 171, 181}},
+    {{1337, 0, 0, 1000, 0}, 0, 768, {314, 452, 129, 642, 317, 589, 431, 554, 371, 398, 397, 654}},
+    {{1337, 0, 1, 7, 2}, 4095, 768, {677, 161, 290, 165, 81, 608, 554, 48, 87, 101, 21, 448}},
+    {{0x9E3779B97F4A7C15ull, 4095, 4095, (1ll << 36) - 1, 4095},
+     (1 << 24) - 1,
+     2048,
+     {1379, 172, 1365, 1088, 1050, 1131, 1194, 1550, 939, 1313, 212, 512}},
+    {{42, 3, 2, 5000000000ll, 1}, 17, 2048, {930, 1335, 731, 1633, 262, 1517, 1694, 1529, 196, 490, 160, 1249}},
+    {{42, 0, 0, 1, 0}, 5, 65536, {35577, 29657, 8147, 55660, 19459, 23401, 34760, 58252, 31927, 20597, 54766, 13669}},
+};
+
+// Sets are permutations, uniform, fixed for good, and change with every field of the key.
+// Must fail for: MASK_ROUNDS 3 (at H 256), MASK_MIN_BITS 2, a field or its top bit left out of the counter.
+static void test_mask(void) {
+    MaskKey key = {77, 1, 2, 3, 4};
+    Stream *stream = test_stream(PRECISION_FP32, 2), *single = test_stream(PRECISION_FP32, 1);
+    for (int size = 1; size <= 76; size++) {
+        static const int large[] = {192, 255, 256, 257, 768, 2048};
+        static unsigned char seen[2048];
+        int H = size <= 70 ? size : large[size - 71], inside = 1;
+        MaskSet set = mask_set(key, size, H);
+        memset(seen, 0, sizeof seen);
+        for (int i = 0; i < H; i++) {
+            int dim = mask_index(&set, i);
+            inside = inside && dim >= 0 && dim < H && !seen[dim];
+            if (inside) seen[dim] = 1;
+        }
+        check(inside, "H %d: not a permutation", H);
+    }
+    static const struct {
+        int H, K, T;
+    } uniform[] = {{5, 1, 400000},  {5, 2, 400000},  {5, 4, 400000},    {16, 2, 400000},   {256, 2, 1000000},
+                   {192, 1, 50000}, {192, 2, 50000}, {192, 10, 100000}, {192, 182, 500},   {768, 2, 100000},
+                   {768, 38, 8000}, {768, 730, 40},  {2048, 1, 50000},  {2048, 102, 1000}, {2048, 1946, 10}};
+    for (size_t i = 0; i < sizeof uniform / sizeof *uniform; i++) {
+        double dims, pairs;
+        mask_uniformity(&dims, &pairs, key, uniform[i].H, uniform[i].K, uniform[i].T);
+        check(fabs(dims) <= 4.5 && fabs(pairs) <= 4.5, "H %d, K %d: dims are %.1f deviations from uniform, pairs %.1f",
+              uniform[i].H, uniform[i].K, dims, pairs);
+    }
+    for (size_t i = 0; i < sizeof mask_golden / sizeof *mask_golden; i++) {
+        MaskSet set = mask_set(mask_golden[i].key, mask_golden[i].token, mask_golden[i].H);
+        for (int j = 0; j < 12; j++)
+            check(mask_index(&set, j) == mask_golden[i].first[j], "golden set %zu, index %d is %d", i, j,
+                  mask_index(&set, j));
+    }
+    check(mask_kept(0.95f, 768) == 38 && mask_kept(0.9f, 2048) == 205 && mask_kept(0.95f, 192) == 10, "K of H");
+    check(mask_kept(0.0f, 5) == 5 && mask_kept(0.999f, 5) == 1 && mask_kept(0.5f, 5) == 3, "K at the ends");
+
+    // no two of these keys, and no two tokens of one, share a set; they have in common what chance gives: K*K/H dims
+    enum { H = 2048, K = 102, TOKENS = 3 };
+    static const MaskKey keys[] = {{77, 1, 2, 3, 4},
+                                   {76, 1, 2, 3, 4},
+                                   {77 + (1ull << 32), 1, 2, 3, 4},
+                                   {77 + (1ull << 63), 1, 2, 3, 4},
+                                   {77, 0, 2, 3, 4},
+                                   {77, 2049, 2, 3, 4},
+                                   {77, 1, 3, 3, 4},
+                                   {77, 1, 2050, 3, 4},
+                                   {77, 1, 2, 2, 4},
+                                   {77, 1, 2, 3 + (1ll << 32), 4},
+                                   {77, 1, 2, 3 + (1ll << 35), 4},
+                                   {77, 1, 2, 3, 5},
+                                   {77, 1, 2, 3, 20},
+                                   {77, 1, 2, 3, 2052},
+                                   {77, 2, 1, 3, 4},
+                                   {77, 1, 2, 4, 3}};
+    enum { KEYS = sizeof keys / sizeof *keys, SETS = KEYS * TOKENS };
+    unsigned char *member = (unsigned char *)calloc((size_t)SETS * H, 1);
+    static const int tokens[TOKENS] = {0, 1, 1 << 23};
+    for (int s = 0; s < SETS; s++) {
+        MaskSet set = mask_set(keys[s / TOKENS], tokens[s % TOKENS], H);
+        for (int i = 0; i < K; i++) member[s * H + mask_index(&set, i)] = 1;
+    }
+    double common_total = 0.0;
+    for (int a = 0; a < SETS; a++) {
+        for (int b = 0; b < a; b++) {
+            int common = 0;
+            for (int i = 0; i < H; i++) common += member[a * H + i] & member[b * H + i];
+            check(common < K / 4, "keys %d and %d share %d of %d dims", a / TOKENS, b / TOKENS, common, K);
+            common_total += common;
+        }
+    }
+    common_total /= 0.5 * SETS * (SETS - 1) * K * K / H;
+    check(fabs(common_total - 1.0) < 0.1, "sets share %.3f of what chance gives", common_total);
+    free(member);
+
+    // the ops against a plain loop; K around the lanes that are made together
+    static const struct {
+        int n, H, K;
+    } cases[] = {{1, 1, 1},   {3, 5, 2},     {2, 70, 63},  {3, 70, 64},
+                 {2, 70, 65}, {17, 192, 10}, {5, 768, 38}, {4, 192, 192}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        int n = cases[c].n, dims = cases[c].H, kept = cases[c].K, n_x = n * dims, n_values = n * kept;
+        float *x = random_values(n_x, 51, 1.0f), *v = random_values(n_values, 52, 1.0f), scale = 1.5f;
+        float *values = guarded(n_values), *out = guarded(n_x), *again = guarded(n_x);
+        uint32_t *index = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)n_values);
+        mask_indices(index, key, n, dims, kept, stream);
+        mask_gather(values, x, key, n, dims, kept, stream);
+        mask_scatter(out, v, key, n, dims, kept, scale, stream);
+        double left = 0.0, right = 0.0;
+        int equal = 1, nonzero = 0;
+        for (int i = 0; i < n_values; i++) {
+            int at = i / kept * dims + (int)index[i];
+            equal = equal && (int)index[i] < dims && values[i] == x[at] && out[at] == scale * v[i];
+            right += (double)scale * (double)v[i] * (double)values[i];
+        }
+        for (int i = 0; i < n_x; i++) left += (double)out[i] * (double)x[i], nonzero += out[i] != 0.0f;
+        check(equal && nonzero == n_values, "n %d, H %d, K %d: not what a loop over the indices gives", n, dims, kept);
+        check(fabs(left - right) <= 1e-6 * (fabs(right) + 1.0), "<scatter v, x> %g, scale <v, gather x> %g", left,
+              right);
+        mask_scatter(again, v, key, n, dims, kept, scale, single);
+        check(memcmp(again, out, sizeof(float) * (size_t)n_x) == 0, "scatter depends on the threads");
+        mask_gather(v, x, key, n, dims, kept, single);
+        check(memcmp(v, values, sizeof(float) * (size_t)n_values) == 0, "gather depends on the threads");
+        release(values, n_values, "gather");
+        release(out, n_x, "scatter");
+        release(again, n_x, "scatter");
+        free(x);
+        free(v);
+        free(index);
+    }
+    check(!stream_check(stream), "the stream failed");
+    uint32_t index = 7;
+    key.replica = 4096;
+    mask_indices(&index, key, 1, 8, 1, stream);
+    check(stream_check(stream) && index == 7, "a replica beyond the key was accepted");
+    stream_destroy(stream);
+    stream_destroy(single);
+}
+
+// The masked function through the wire, f(x) = sum(dout * scale * mask * tanh(x)): its gradient comes back through the
+// same codec, which masks the gradient message with the forward's positions and scale.
+typedef struct {
+    int n, H, K;
+    const uint32_t *index;
+    const float *dout;
+    double scale;
+} MaskedCase;
+
+static double masked_objective(const double *input, const void *context) {
+    const MaskedCase *k = (const MaskedCase *)context;
+    double total = 0.0;
+    for (int i = 0; i < k->n * k->K; i++) {
+        int at = i / k->K * k->H + (int)k->index[i];
+        total += k->scale * tanh(input[at]) * (double)k->dout[at];
+    }
+    return total;
+}
+
+static void test_mask_gradient(void) {
+    enum { N = 6, H = 70 };
+    for (int mode = MASK_SCALE_NONE; mode <= MASK_SCALE_INVERSE; mode++) {
+        Stream *stream = test_stream(PRECISION_FP32, 2);
+        Codec codec;
+        CodecContext context = {1, 2, 3, 4, 1};
+        codec_init(&codec, H, 0.8f, (MaskScale)mode, WIRE_FP32, 9);
+        int K = mask_kept(0.8f, H);
+        static const double scales[] = {1.0, 2.23606797749979, 5.0}; // H/K is 70/14
+        check(K == 14 && fabs((double)codec.scale - scales[mode]) < 1e-6, "scale %g", (double)codec.scale);
+        uint32_t index[N * H];
+        float *x = random_values(N * H, 53, 1.0f), *dout = random_values(N * H, 54, 1.0f), *dx = guarded(N * H);
+        float *expected = guarded(N * H), message[N * H];
+        int64_t n_bytes = codec_encode(&codec, &context, dout, N, H, message, sizeof message, stream);
+        check(codec_decode(&codec, &context, message, n_bytes, dx, N, H, stream) == 0, "%s", error_message);
+        for (int i = 0; i < N * H; i++) dx[i] *= 1.0f - tanhf(x[i]) * tanhf(x[i]);
+        MaskKey key = {9, 2, 1, 4, 3};
+        mask_indices(index, key, N, H, K, stream);
+        MaskedCase masked = {N, H, K, index, dout, scales[mode]};
+        Objective objective = {masked_objective, &masked};
+        numeric_gradient(expected, x, N * H, objective);
+        check_close(dx, expected, N * H, 1e-6, "gradient through the mask");
+        release(dx, N * H, "dx");
+        release(expected, N * H, "expected");
+        free(x);
+        free(dout);
+        stream_destroy(stream);
+    }
+}
+
+// Codecs: sizes are exact, what arrives is what the mask says, wrong lengths are refused and touch nothing.
+// Must fail for: indices of another boundary, scale twice or never, K off by one, bf16 by truncation.
+static void codec_case(Wire wire, float rate, int masked, int n, int H) {
+    Stream *stream = test_stream(PRECISION_FP32, 2), *single = test_stream(PRECISION_FP32, 1);
+    Codec codec;
+    CodecContext context = {3, 1, 2, 1ll << 33, masked};
+    codec_init(&codec, H, rate, MASK_SCALE_SQRT, wire, 11);
+    int K = masked ? mask_kept(rate, H) : H, n_x = n * H, size = wire == WIRE_FP32 ? 4 : 2;
+    int64_t n_bytes = (int64_t)n * K * size;
+    float *x = random_values(n_x, 55, 1.0f), *expected = (float *)calloc((size_t)n_x, sizeof(float));
+    float *out = guarded(n_x), *again = guarded(n_x), worst = 0.0f;
+    uint32_t *index = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(n * K));
+    unsigned char *message = (unsigned char *)malloc((size_t)n_bytes); // exact, so that ASan sees one byte too far
+    unsigned char *shifted = (unsigned char *)malloc((size_t)n_bytes + 1), *longer = shifted + 1;
+    MaskKey key = {11, 1, 3, 1ll << 33, 2};
+    mask_indices(index, key, n, H, K, stream);
+    for (int i = 0; i < n * K; i++) {
+        int at = K == H ? i : i / K * H + (int)index[i];
+        float sent = wire == WIRE_FP32 ? x[at] : float_of_bf16(bf16_of_float(x[at]));
+        float error = fabsf(sent - x[at]) / fabsf(x[at]);
+        if (!(error <= worst)) worst = error;
+        expected[at] = K == H ? sent : codec.scale * sent;
+    }
+    check(wire == WIRE_FP32 ? worst == 0.0f : worst <= 0x1p-8f, "rounding: %g", (double)worst);
+    check(codec_bytes(&codec, &context, n, H) == n_bytes, "size %lld, %lld expected",
+          (long long)codec_bytes(&codec, &context, n, H), (long long)n_bytes);
+    memset(message, 0xA5, (size_t)n_bytes);
+    check_error(codec_encode(&codec, &context, x, n, H, message, n_bytes - 1, stream) < 0, "the buffer",
+                "a small buffer");
+    int untouched = 1;
+    for (int64_t i = 0; i < n_bytes; i++) untouched = untouched && message[i] == 0xA5;
+    check(untouched, "a refused message was written");
+    check(codec_encode(&codec, &context, x, n, H, message, n_bytes, stream) == n_bytes, "bytes used");
+    check(codec_encode(&codec, &context, x, n, H, longer, n_bytes, single) == n_bytes &&
+              memcmp(longer, message, (size_t)n_bytes) == 0,
+          "the message depends on threads or the address");
+    for (int64_t wrong = 0; wrong <= n_bytes + 1; wrong += wrong + 3 < n_bytes ? wrong + 3 : 1) {
+        if (wrong == n_bytes) continue;
+        unsigned char *bytes = (unsigned char *)calloc((size_t)wrong + 1, 1);
+        check_error(codec_decode(&codec, &context, bytes, wrong, out, n, H, stream), "a message of", "a wrong length");
+        free(bytes);
+    }
+    untouched = 1;
+    for (int i = 0; i < n_x; i++) untouched = untouched && isnan(out[i]);
+    check(untouched, "a refused message was decoded");
+    check(codec_decode(&codec, &context, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
+    check(memcmp(out, expected, sizeof(float) * (size_t)n_x) == 0, "wire %d, rate %g, masked %d, n %d, H %d: x differs",
+          (int)wire, (double)rate, masked, n, H);
+    check(codec_decode(&codec, &context, longer, n_bytes, again, n, H, single) == 0, "%s", error_message);
+    check(memcmp(again, out, sizeof(float) * (size_t)n_x) == 0, "x depends on threads or the address");
+    release(out, n_x, "decode");
+    release(again, n_x, "decode");
+    free(x);
+    free(expected);
+    free(index);
+    free(message);
+    free(shifted);
+    stream_destroy(stream);
+    stream_destroy(single);
+}
+
+static void test_codec(void) {
+    static const float rates[] = {0.0f, 0.1f, 0.5f, 0.95f, 0.999f};
+    static const struct { int n, H; } sizes[] = {{1, 1}, {3, 5}, {17, 64}, {5, 129}, {2, 768}};
+    for (size_t r = 0; r < sizeof rates / sizeof *rates; r++)
+        for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+            for (int kind = 0; kind < 4; kind++)
+                codec_case(kind & 1 ? WIRE_FP32 : WIRE_BF16, rates[r], kind >> 1, sizes[s].n, sizes[s].H);
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Codec codec;
+    float x[8] = {0}, message[8];
+    codec_init(&codec, 8, 0.5f, MASK_SCALE_NONE, WIRE_FP32, 1);
+    static const CodecContext beyond[] = {
+        {4096, 0, 0, 0, 1}, {0, 4096, 0, 0, 1}, {0, 0, 4096, 0, 1}, {0, 0, 0, 1ll << 36, 1}, {0, 0, 0, -1, 1}};
+    for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++) {
+        check_error(codec_encode(&codec, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0, "mask: ", "encode");
+        check_error(codec_decode(&codec, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
+    }
+    stream_destroy(stream);
+}
+
+// Byte `at` of message m.
+static unsigned char link_byte(int64_t m, int64_t at) {
+    return (unsigned char)(m * 31 + at * 7 + (m * at >> 5));
+}
+
+// Links: order, sizes, copies, the ring's end, growth while messages are inside, and each way to be down.
+// Must fail for: a pointer kept instead of a copy, headers counted as sent, a ring that is allocated anew when warm.
+static void test_link(void) {
+    enum { LARGEST = 300, DEPTH = 8, MESSAGES = 20000 };
+    unsigned char data[LARGEST], received[LARGEST + 1];
+    Link link;
+    int64_t n_bytes = -1, sent = 0, taken = 0, bytes = 0, ring_bytes = 0;
+    double arrival = -1.0;
+    char *ring = NULL;
+    memset(&link, 0, sizeof link);
+    check(link_recv(&link, received, LARGEST, &n_bytes, &arrival) == LINK_AGAIN && n_bytes == -1,
+          "a new link is empty");
+    while (taken < MESSAGES) {
+        Philox draw = rand_block(3, RAND_TEST, 60, (uint64_t)(sent + taken));
+        // the first fill is the largest, and none after it may allocate; it starts in a ring that grows
+        int64_t size = sent < DEPTH ? (int64_t)LARGEST : (int64_t)(draw.v[0] % (LARGEST + 1));
+        if (sent < MESSAGES && link_waiting(&link) < DEPTH && (sent < DEPTH || draw.v[1] % 2 || sent == taken)) {
+            for (int64_t i = 0; i < size; i++) data[i] = link_byte(sent, i);
+            check(link_send(&link, data, size, 0.5 * (double)sent) == 0, "%s", error_message);
+            memset(data, 0xEE, sizeof data);
+            sent++, bytes += size;
+            if (sent == DEPTH) ring = link.ring, ring_bytes = link.ring_bytes;
+        } else {
+            memset(received, 0xDD, sizeof received);
+            int equal = link_recv(&link, received, LARGEST, &n_bytes, &arrival) == LINK_OK;
+            equal = equal && n_bytes >= 0 && n_bytes <= LARGEST && arrival == 0.5 * (double)taken;
+            for (int64_t i = 0; equal && i < n_bytes; i++) equal = received[i] == link_byte(taken, i);
+            check(equal && received[n_bytes] == 0xDD, "message %lld differs", (long long)taken);
+            if (taken < DEPTH) check(n_bytes == LARGEST, "size of message %lld", (long long)taken);
+            taken++;
+        }
+        if (link_waiting(&link) != sent - taken || link.sent_bytes != bytes || link.sent_messages != sent) {
+            check(0, "counters: %lld messages waiting, %lld sent", (long long)link.waiting,
+                  (long long)link.sent_messages);
+            break;
+        }
+    }
+    check(link.ring == ring && link.ring_bytes == ring_bytes, "a warm link has allocated");
+    check(link_recv(&link, received, LARGEST, &n_bytes, &arrival) == LINK_AGAIN, "empty again");
+
+    check(link_send(&link, "first", 5, 1.0) == 0 && link_send(&link, NULL, 0, 2.0) == 0, "%s", error_message);
+    check_error(link_recv(&link, received, 4, &n_bytes, &arrival) == LINK_DOWN ? -1 : 0, "5 bytes", "a small buffer");
+    check(link_waiting(&link) == 2, "a message that does not fit is gone");
+    link_close(&link);
+    check_error(link_send(&link, "late", 4, 3.0), "closed", "a send on a closed link");
+    check(link_recv(&link, received, 5, &n_bytes, &arrival) == LINK_OK && n_bytes == 5 &&
+              memcmp(received, "first", 5) == 0 && arrival == 1.0,
+          "what was sent before the close");
+    check(link_recv(&link, received, 0, &n_bytes, &arrival) == LINK_OK && n_bytes == 0 && arrival == 2.0,
+          "an empty message");
+    check_error(link_recv(&link, received, 5, &n_bytes, &arrival) == LINK_DOWN ? -1 : 0, "closed", "a drained link");
+    check(link.sent_bytes == bytes + 5 && link.sent_messages == sent + 2, "the refused send was counted");
+    link_free(&link);
+    check(link_recv(&link, received, 5, &n_bytes, &arrival) == LINK_AGAIN && link.sent_bytes == 0,
+          "new after link_free");
+}
+
+// Clocks: one example by hand. 100 bytes/s and 0.5 s of latency; all numbers are exact in binary.
+static void test_clock(void) {
+    Clock a = {0.0, 0.0}, b = {0.0, 0.0}, c = {0.0, 0.0};
+    LinkSpeed speed = {100.0, 0.5}, instant = {0.0, 0.25};
+    clock_compute(&a, 1.0);
+    double to_b = clock_send(&a, speed, 200); // leaves at 1..3
+    check(to_b == 3.5 && a.now == 1.0 && a.uplink_free == 3.0, "first message: %g", to_b);
+    clock_compute(&a, 1.0);                   // at once, under the transfer
+    double to_c = clock_send(&a, speed, 100); // behind the first though it goes elsewhere: leaves at 3..4
+    check(to_c == 4.5 && a.now == 2.0 && a.uplink_free == 4.0, "shared uplink: %g", to_c);
+    clock_compute(&b, 3.0);
+    clock_receive(&b, to_b); // waits half a second
+    check(b.now == 3.5, "a receiver that is early: %g", b.now);
+    clock_compute(&c, 6.0);
+    clock_receive(&c, to_c); // it has been there for long
+    check(c.now == 6.0 && c.uplink_free == 0.0, "a receiver that is late: %g", c.now);
+    check(clock_send(&b, speed, 0) == 4.0, "no bytes take the latency");
+    clock_receive(&a, clock_send(&b, speed, 250)); // leaves at 3.5..6
+    check(a.now == 6.5 && b.now == 3.5 && b.uplink_free == 6.0, "the way back: %g", a.now);
+    check(clock_send(&a, speed, 50) == 7.5 && a.uplink_free == 7.0, "an idle uplink starts now, not when it was free");
+    check(clock_send(&c, instant, 1ll << 40) == 6.25 && c.uplink_free == 6.0, "an infinitely fast link");
+    check(clock_send(&a, instant, 8) == 7.25, "the queue before a fast link");
+}
 
 static const struct {
     const char *name;
@@ -2069,6 +3728,10 @@ static const struct {
     {"adamw", test_adamw},
     {"threads", test_threads},
     {"learning_rate", test_learning_rate},
+    {"svd", test_svd},
+    {"spectral_filter", test_spectral_filter},
+    {"spectral_reference", test_spectral_reference},
+    {"powersgd", test_powersgd},
     {"model_against_pytorch", test_model_against_pytorch},
     {"model_variants", test_model_variants},
     {"micro_batches", test_micro_batches},
@@ -2089,6 +3752,23 @@ static const struct {
     {"nan", test_nan},
     {"interrupt", test_interrupt},
     {"program", test_program},
+    {"schedule", test_schedule},
+    {"stages", test_stages},
+    {"masked_gradient", test_masked_gradient},
+    {"anchor", test_anchor},
+    {"anchor_auto", test_anchor_auto},
+    {"anchor_rank", test_anchor_rank},
+    {"mesh_resume", test_mesh_resume},
+    {"dense", test_dense},
+    {"diloco", test_diloco},
+    {"probe", test_probe},
+    {"partition", test_partition},
+    {"estimate", test_estimate},
+    {"mask", test_mask},
+    {"mask_gradient", test_mask_gradient},
+    {"codec", test_codec},
+    {"link", test_link},
+    {"clock", test_clock},
 };
 
 // Enters the folder `name` that lies beside the file at `path`.

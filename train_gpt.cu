@@ -15,6 +15,7 @@
 // The file is C11 and C++17. Errors: functions return -1 with a line in error_message; main prints it and exits 1.
 
 #include <math.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -28,19 +29,29 @@
 #include "llmc/attention.h"
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
+#include "llmc/clock.h"
+#include "llmc/codec.h"
 #include "llmc/config.h"
 #include "llmc/cross_entropy.h"
 #include "llmc/dataset.h"
 #include "llmc/device.h"
 #include "llmc/embedding.h"
 #include "llmc/error.h"
+#include "llmc/estimate.h"
 #include "llmc/file.h"
+#include "llmc/linalg.h"
+#include "llmc/link.h"
+#include "llmc/mask.h"
 #include "llmc/matmul.h"
 #include "llmc/model_file.h"
+#include "llmc/partition.h"
+#include "llmc/powersgd.h"
 #include "llmc/rand.h"
 #include "llmc/rmsnorm.h"
 #include "llmc/rope.h"
 #include "llmc/safetensors.h"
+#include "llmc/schedule.h"
+#include "llmc/spectral.h"
 #include "llmc/swiglu.h"
 #include "llmc/tokenizer.h"
 
@@ -52,11 +63,17 @@
 typedef struct {
     char model[CLI_TEXT], init[CLI_TEXT], out[CLI_TEXT], generate[CLI_TEXT], export_to[CLI_TEXT];
     TextList data, val_data;
+    char anchor_delay[CLI_TEXT];
     float val_fraction, lr, lr_final, wd, beta1, beta2, adam_eps, clip, temperature, top_p, mask_rate;
+    float anchor_beta, alpha, tau, outer_lr, outer_momentum, mix, link_mbps, link_ms, device_tflops;
     int batch, micro_batch, seq, schedule_lr, precision, recompute, threads, keep, export_dtype, max_tokens;
     int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
+    int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
+    int dp, local_steps, fragments, overlap, powersgd_rank, probe;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
+
+#define MESH_MAX_REPLICAS 256
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 
@@ -94,9 +111,34 @@ static const Option option_table[] = {
 { "",   "threads",       OPTION_INT,    FIELD(threads),      "0",    0,     1024,   NULL, "0 = one a core" },
 { "",   "precision",     OPTION_CHOICE, FIELD(precision),    "auto", 0,     0,      "auto|bf16|fp32", "inputs of matrix products; auto = bf16 where the CPU has it" },
 { "",   "recompute",     OPTION_FLAG,   FIELD(recompute),    "0",    0,     1,      NULL, "recompute activations in backward: less memory, same bits" },
-{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of boundary values not sent; there is no mesh yet: 0" },
-{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "1",    1,     1e6,    NULL, "data-parallel replicas; there is no mesh yet: 1" },
-{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "1",    1,     1e6,    NULL, "pipeline stages; there is no mesh yet: 1" },
+{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's values that is not sent" },
+{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p is given, else 1" },
+{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p is given, else 1" },
+{ "",   "wire",          OPTION_CHOICE, FIELD(wire),         "bf16", 0,     0,      "bf16|fp32", "type of values between cells" },
+{ "",   "mask-scale",    OPTION_CHOICE, FIELD(mask_scale),   "none", 0,     0,      "none|sqrt|inverse", "survivors of the mask times 1, sqrt(H/K) or H/K" },
+{ "",   "anchor",        OPTION_INT,    FIELD(anchor),       "-1",   -1,    1,      NULL, "the last replica is the anchor: 1 or 0; -1 = if -p is given and -x is 2 or more" },
+{ "",   "anchor-delay",  OPTION_TEXT,   FIELD(anchor_delay), "20",   0,     0,      NULL, "fast steps from snapshot to factors, or auto: when they are ready" },
+{ "",   "anchor-batch",  OPTION_INT,    FIELD(anchor_batch), "0",    0,     1e6,    NULL, "sequences of an anchor pass; 0 = -b" },
+{ "",   "anchor-rank",   OPTION_INT,    FIELD(anchor_rank),  "-1",   -1,    1e6,    NULL, "rank of the factors; -1 = an eighth of the model's width, 0 = full" },
+{ "",   "anchor-beta",   OPTION_FLOAT,  FIELD(anchor_beta),  "0.9",  0,     0.9999, NULL, "momentum of the anchor's gradients" },
+{ "",   "anchor-debias", OPTION_FLAG,   FIELD(anchor_debias), "0",   0,     1,      NULL, "divide the momentum by 1 - beta^passes" },
+{ "",   "anchor-threads", OPTION_INT,   FIELD(anchor_threads), "0",  0,     1024,   NULL, "of the anchor; 0 = half of --threads" },
+{ "",   "alpha",         OPTION_FLOAT,  FIELD(alpha),        "0.3",  0,     1,      NULL, "share of the gradient that passes beside the filter" },
+{ "",   "tau",           OPTION_FLOAT,  FIELD(tau),          "1e-3", 0,     1e9,    NULL, "singular value at which the filter lets half pass" },
+{ "",   "tau-relative",  OPTION_FLAG,   FIELD(tau_relative), "0",    0,     1,      NULL, "--tau counts in the largest singular value" },
+{ "",   "dp",            OPTION_CHOICE, FIELD(dp),           "diloco", 0,   0,      "none|diloco|dense", "how replicas meet: never, in outer steps, every gradient" },
+{ "",   "local-steps",   OPTION_INT,    FIELD(local_steps),  "10",   1,     1e6,    NULL, "steps between a fragment's outer steps" },
+{ "",   "outer-lr",      OPTION_FLOAT,  FIELD(outer_lr),     "0.7",  0,     10,     NULL, "of the outer steps" },
+{ "",   "outer-momentum", OPTION_FLOAT, FIELD(outer_momentum), "0.9", 0,    0.9999, NULL, "Nesterov's, of the outer steps" },
+{ "",   "fragments",     OPTION_INT,    FIELD(fragments),    "0",    0,     4096,   NULL, "parts of a stage that meet at different steps; 0 = min(4, --local-steps)" },
+{ "",   "overlap",       OPTION_INT,    FIELD(overlap),      "-1",   -1,    1e6,    NULL, "steps a fragment's average takes in the background; -1 = 1 where it fits" },
+{ "",   "mix",           OPTION_FLOAT,  FIELD(mix),          "0.5",  0,     1,      NULL, "share of the local parameters kept at a merge" },
+{ "",   "powersgd-rank", OPTION_INT,    FIELD(powersgd_rank), "0",   0,     1e6,    NULL, "rank of outer averages; 0 = the largest that gives 64x" },
+{ "",   "link-mbps",     OPTION_FLOAT,  FIELD(link_mbps),    "0",    0,     1e9,    NULL, "simulated uplink of a cell in Mbit/s; 0 = infinitely fast" },
+{ "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
+{ "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
+{ "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
+{ "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
 { "",   "max-tokens",    OPTION_INT,    FIELD(max_tokens),   "200",  1,     1e6,    NULL, "length of what is generated" },
@@ -123,6 +165,9 @@ typedef struct {
     int64_t shape[2];
     int n_dims;
     int64_t offset, n;
+    int index;       // its number in a table of the whole model, whatever stage it is on
+    int block;       // a matrix of a layer: the spectral filter applies
+    int fragment;    // which part of the stage it is synchronised with
     int decay;       // weight decay applies
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
     float init_std;  // 0: all ones
@@ -146,8 +191,8 @@ typedef struct {
     float *head; // (V, C), the embedding itself when tied
 } ModelTensors;
 
-// What the forward pass leaves for the backward one, per layer. With --recompute only x is kept for each layer and the
-// rest is one set that all layers use in turn.
+// What the forward pass leaves for the backward one, per layer and micro-batch in flight. With --recompute only x is
+// kept for each and the rest is one set that all use in turn.
 typedef struct {
     floatX *x;       // (N, C)   input of the layer
     floatX *norm1;   // (N, C)
@@ -170,9 +215,24 @@ typedef struct {
     floatX *dwide;   // (N, max(2F, QKV))
 } Grads;
 
-// A run of layers with all it owns.
-typedef struct {
+// The memories of a stage that have its table's layout.
+typedef enum {
+    ARENA_PARAMS,
+    ARENA_GRADS,
+    ARENA_M,
+    ARENA_V,
+    ARENA_GLOBAL,
+    ARENA_OUTER,
+    ARENA_ERROR,
+    ARENA_PENDING
+} Arena;
+
+// A run of layers with all it owns. The stages of one model are a list; a model of one stage is a list of one.
+typedef struct Stage {
+    struct Stage *next;
     Config config;
+    int first_layer, n_layers; // of the model's
+    int has_embed, has_head;
     int64_t A, QKV;
     // the table and its arenas
     Tensor *tensors;
@@ -180,12 +240,16 @@ typedef struct {
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
     uint16_t *rounded;             // bf16 copy of params for the products, or NULL
+    // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
+    // left out so far, the averaged pseudo-gradient that waits to be merged
+    float *global, *outer, *error, *pending;
     ModelTensors p, g;
-    // activations for at most max_B sequences of max_T tokens
-    int max_B, max_T, recompute, training;
+    // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
+    int max_B, max_T, slots, recompute, training, n_moments;
+    int meets; // keeps the state of outer steps
     floatX *acts_arena;
     int64_t acts_floats;
-    LayerActs *acts; // (L)
+    LayerActs *acts; // (slots, n_layers)
     floatX *last;    // (N, C) output of the last layer
     floatX *normed;  // (N, C)
     float *rstd;     // (N)
@@ -193,12 +257,11 @@ typedef struct {
     int logits_rows;
     Grads d;
     float *losses;      // (N)
-    uint32_t *tokens;   // (N) inputs of the micro-batch
+    uint32_t *tokens;   // (slots, N) inputs
     int32_t *targets;   // (N) -1 = not counted
     int32_t *positions; // (N)
     float *rope_cos, *rope_sin;
-    float *staging;     // (STAGING) the host's side of copies to and from the arenas
-    json_t *side_files; // tokenizer and others that travel with the model
+    float *staging; // (STAGING) the host's side of copies to and from the arenas
 } Stage;
 
 // Floats moved at once between files and tensor memory; a multiple of 4.
@@ -212,8 +275,9 @@ static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
 }
 
-// Appends a tensor to the table. joined: it follows the one before without a gap.
-static void table_add(Stage *stage, const char *name, int layer, int64_t rows, int64_t cols, float init_std,
+// Appends a tensor to the table. index: its place in the whole model's table; joined: it follows the one before without
+// a gap.
+static void table_add(Stage *stage, const char *name, int layer, int index, int64_t rows, int64_t cols, float init_std,
                       int joined) {
     Tensor *tensor = &stage->tensors[stage->n_tensors++];
     memset(tensor, 0, sizeof *tensor);
@@ -225,6 +289,7 @@ static void table_add(Stage *stage, const char *name, int layer, int64_t rows, i
     tensor->n_dims = cols > 0 ? 2 : 1;
     tensor->n = rows * (cols > 0 ? cols : 1);
     tensor->offset = joined ? stage->arena_floats : round_up(stage->arena_floats, DEVICE_ALIGN / 4);
+    tensor->index = index, tensor->block = layer >= 0 && cols > 0;
     tensor->decay = cols > 0, tensor->accumulated = cols == 0, tensor->init_std = init_std;
     stage->arena_floats = tensor->offset + tensor->n;
     stage->n_params += tensor->n;
@@ -232,40 +297,47 @@ static void table_add(Stage *stage, const char *name, int layer, int64_t rows, i
 
 enum { TENSORS_PER_LAYER = 9 };
 
-// Fills the table of a model: embedding, layers, norm, head. No memory but the table's own.
-static int stage_table(Stage *stage, const Config *config) {
+// Fills the table of n_layers layers from first_layer on, the embedding with the first layer, norm and head with the
+// last. No memory but the table's own.
+static int stage_table(Stage *stage, const Config *config, int first_layer, int n_layers) {
     int C = config->channels, L = config->n_layers, kv = (int)config_kv_dim(config);
     float std = config->init_std, residual_std = std / sqrtf(2.0f * (float)L);
     memset(stage, 0, sizeof *stage);
     stage->config = *config;
+    stage->first_layer = first_layer, stage->n_layers = n_layers, stage->slots = 1, stage->n_moments = 2;
+    stage->has_embed = first_layer == 0, stage->has_head = first_layer + n_layers == L;
     stage->A = config_q_dim(config), stage->QKV = stage->A + 2 * kv;
-    stage->tensors = (Tensor *)calloc((size_t)(TENSORS_PER_LAYER * L + 3), sizeof(Tensor));
+    stage->tensors = (Tensor *)calloc((size_t)(TENSORS_PER_LAYER * n_layers + 3), sizeof(Tensor));
     if (stage->tensors == NULL) return error_set("out of memory for the table of tensors");
-    table_add(stage, "model.embed_tokens", -1, config->vocab, C, std, 0);
-    stage->tensors[0].accumulated = !config->tied; // tied: the head's product writes it first
-    for (int l = 0; l < L; l++) {
-        table_add(stage, "input_layernorm", l, C, 0, 0, 0);
-        table_add(stage, "self_attn.q_proj", l, stage->A, C, std, 0);
-        table_add(stage, "self_attn.k_proj", l, kv, C, std, 1);
-        table_add(stage, "self_attn.v_proj", l, kv, C, std, 1);
-        table_add(stage, "self_attn.o_proj", l, C, stage->A, residual_std, 0);
-        table_add(stage, "post_attention_layernorm", l, C, 0, 0, 0);
-        table_add(stage, "mlp.gate_proj", l, config->ffn, C, std, 0);
-        table_add(stage, "mlp.up_proj", l, config->ffn, C, std, 1);
-        table_add(stage, "mlp.down_proj", l, C, config->ffn, residual_std, 0);
+    if (stage->has_embed) {
+        table_add(stage, "model.embed_tokens", -1, 0, config->vocab, C, std, 0);
+        stage->tensors[0].accumulated = !config->tied; // tied: the head's product writes it first
     }
-    table_add(stage, "model.norm", -1, C, 0, 0, 0);
-    if (!config->tied) table_add(stage, "lm_head", -1, config->vocab, C, std, 0);
+    for (int l = first_layer; l < first_layer + n_layers; l++) {
+        int at = 1 + TENSORS_PER_LAYER * l;
+        table_add(stage, "input_layernorm", l, at, C, 0, 0, 0);
+        table_add(stage, "self_attn.q_proj", l, at + 1, stage->A, C, std, 0);
+        table_add(stage, "self_attn.k_proj", l, at + 2, kv, C, std, 1);
+        table_add(stage, "self_attn.v_proj", l, at + 3, kv, C, std, 1);
+        table_add(stage, "self_attn.o_proj", l, at + 4, C, stage->A, residual_std, 0);
+        table_add(stage, "post_attention_layernorm", l, at + 5, C, 0, 0, 0);
+        table_add(stage, "mlp.gate_proj", l, at + 6, config->ffn, C, std, 0);
+        table_add(stage, "mlp.up_proj", l, at + 7, config->ffn, C, std, 1);
+        table_add(stage, "mlp.down_proj", l, at + 8, C, config->ffn, residual_std, 0);
+    }
+    if (!stage->has_head) return 0;
+    table_add(stage, "model.norm", -1, 1 + TENSORS_PER_LAYER * L, C, 0, 0, 0);
+    if (!config->tied) table_add(stage, "lm_head", -1, 2 + TENSORS_PER_LAYER * L, config->vocab, C, std, 0);
     return 0;
 }
 
 // Points a ModelTensors into an arena of the table's layout.
 static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
-    int L = stage->config.n_layers;
+    int L = stage->n_layers;
     const Tensor *tensor = stage->tensors;
     view->layers = (LayerTensors *)calloc((size_t)L, sizeof(LayerTensors));
     if (view->layers == NULL) return error_set("out of memory for %d layers", L);
-    view->embed = arena + tensor++->offset;
+    if (stage->has_embed) view->embed = arena + tensor++->offset;
     for (int l = 0; l < L; l++) {
         LayerTensors *layer = &view->layers[l];
         layer->attn_norm = arena + tensor[0].offset;
@@ -276,6 +348,7 @@ static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
         layer->down = arena + tensor[8].offset;
         tensor += TENSORS_PER_LAYER;
     }
+    if (!stage->has_head) return 0;
     view->norm = arena + tensor[0].offset;
     view->head = stage->config.tied ? view->embed : arena + tensor[1].offset;
     return 0;
@@ -287,13 +360,16 @@ static void stage_free(Stage *stage) {
     device_free(stage->grads);
     device_free(stage->m);
     device_free(stage->v);
+    device_free(stage->global);
+    device_free(stage->outer);
+    device_free(stage->error);
+    device_free(stage->pending);
     device_free(stage->acts_arena);
     free(stage->p.layers);
     free(stage->g.layers);
     free(stage->acts);
     free(stage->staging);
     free(stage->tensors);
-    json_decref(stage->side_files);
     memset(stage, 0, sizeof *stage);
 }
 
@@ -346,24 +422,26 @@ static int64_t stage_carve(Stage *stage, float *base) {
     int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels, F = config->ffn;
     int shared = stage->recompute || !stage->training;
     Carver carver = {base, 0};
-    for (int l = 0; l < config->n_layers; l++) {
-        LayerActs *acts = &stage->acts[l];
-        if (l == 0 || !shared)
+    for (int i = 0; i < stage->slots * stage->n_layers; i++) {
+        LayerActs *acts = &stage->acts[i];
+        if (i == 0 || !shared)
             carve_layer(&carver, acts, stage, N);
         else
             *acts = stage->acts[0];
-        acts->x = l < 2 || stage->training ? carve(&carver, N * C) : stage->acts[l - 2].x; // inference: two take turns
+        acts->x = i < 2 || stage->training ? carve(&carver, N * C) : stage->acts[i - 2].x; // inference: two take turns
     }
     stage->last = carve(&carver, N * C);
-    stage->normed = carve(&carver, N * C);
-    stage->rstd = carve(&carver, N);
-    stage->logits_rows = logits_chunk(config, N);
-    stage->logits = carve(&carver, (int64_t)stage->logits_rows * config->vocab);
-    stage->losses = carve(&carver, N);
+    if (stage->has_head) {
+        stage->normed = carve(&carver, N * C);
+        stage->rstd = carve(&carver, N);
+        stage->logits_rows = logits_chunk(config, N);
+        stage->logits = carve(&carver, (int64_t)stage->logits_rows * config->vocab);
+        stage->losses = carve(&carver, N);
+        stage->targets = (int32_t *)(void *)carve(&carver, N);
+    }
     stage->rope_cos = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
     stage->rope_sin = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
-    stage->tokens = (uint32_t *)(void *)carve(&carver, N);
-    stage->targets = (int32_t *)(void *)carve(&carver, N);
+    if (stage->has_embed) stage->tokens = (uint32_t *)(void *)carve(&carver, stage->slots * N);
     stage->positions = (int32_t *)(void *)carve(&carver, N);
     if (stage->training) {
         stage->d.dx = carve(&carver, N * C);
@@ -380,7 +458,7 @@ static int64_t larger(int64_t a, int64_t b) {
 
 // What a stage takes, in bytes.
 typedef struct {
-    int64_t params, rounded, grads, moments, acts, scratch;
+    int64_t params, rounded, grads, moments, outer, acts, scratch;
 } StageBytes;
 
 // Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
@@ -395,7 +473,7 @@ static int64_t memory_limit(void) {
 }
 
 static int64_t stage_bytes_sum(const StageBytes *bytes) {
-    return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->acts + bytes->scratch;
+    return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->outer + bytes->acts + bytes->scratch;
 }
 
 // rounded: where a quarter of the memory stays free. scratch: what the ops keep between calls, attention's blocks and
@@ -409,8 +487,9 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
     int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
-    StageBytes bytes = {floats * 4, 0, 0, 0, stage->acts_floats * 4, attention};
-    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 8;
+    StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_floats * 4, attention};
+    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
+    if (stage->meets) bytes.outer = floats * 16;
     if (precision == PRECISION_BF16) bytes.scratch += operands;
     if (precision == PRECISION_BF16 && stage->training &&
         stage_bytes_sum(&bytes) + floats * 2 <= memory_limit() / 4 * 3)
@@ -418,42 +497,50 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     return bytes;
 }
 
-// 0, or -1 if the machine cannot hold the stage.
-static int stage_fits(const Stage *stage, Precision precision, int threads) {
-    StageBytes bytes = stage_bytes(stage, precision, threads);
-    int64_t needed = stage_bytes_sum(&bytes), memory = memory_limit();
-    if (needed <= memory) return 0;
-    return error_set("%.1f GB are needed (parameters and optimizer %.1f, activations %.1f), the machine has %.1f%s",
-                     1e-9 * (double)needed, 1e-9 * (double)(bytes.params + bytes.grads + bytes.moments),
-                     1e-9 * (double)(bytes.acts + bytes.scratch), 1e-9 * (double)memory,
-                     stage->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
-}
-
-// Sets what the stage will be used for and counts its memory; nothing large is allocated yet.
+// Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments
+// and meets may be changed before.
 static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
+    size_t n = (size_t)stage->slots * (size_t)stage->n_layers;
     stage->max_B = B, stage->max_T = T, stage->training = training, stage->recompute = recompute;
     free(stage->acts);
-    stage->acts = (LayerActs *)calloc((size_t)stage->config.n_layers, sizeof(LayerActs));
-    if (stage->acts == NULL) return error_set("out of memory for %d layers", stage->config.n_layers);
+    stage->acts = (LayerActs *)calloc(n, sizeof(LayerActs));
+    if (stage->acts == NULL) return error_set("out of memory for %zu layers", n);
     stage->acts_floats = stage_carve(stage, NULL);
     return 0;
 }
 
-// Allocates what stage_plan counted.
+static float *stage_arena(const Stage *stage, Arena arena) {
+    switch (arena) {
+    case ARENA_PARAMS: return stage->params;
+    case ARENA_GRADS: return stage->grads;
+    case ARENA_M: return stage->m;
+    case ARENA_V: return stage->v;
+    case ARENA_GLOBAL: return stage->global;
+    case ARENA_OUTER: return stage->outer;
+    case ARENA_ERROR: return stage->error;
+    case ARENA_PENDING: return stage->pending;
+    }
+    return NULL;
+}
+
+// Allocates what stage_plan has counted.
 static int stage_alloc(Stage *stage, Stream *stream) {
     float inv_freq[2048];
-    if (stage_fits(stage, stream->precision, stream->threads)) return -1;
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
     StageBytes plan = stage_bytes(stage, stream->precision, stream->threads);
     stage->params = (float *)device_alloc(bytes);
     if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
     if (stage->training) {
-        stage->grads = (float *)device_alloc(bytes);
-        stage->m = (float *)device_alloc(bytes);
-        stage->v = (float *)device_alloc(bytes);
-        if (stage->grads == NULL || stage->m == NULL || stage->v == NULL) return -1;
+        if ((stage->grads = (float *)device_alloc(bytes)) == NULL) return -1;
+        if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(bytes)) == NULL) return -1;
+        if (stage->n_moments > 1 && (stage->v = (float *)device_alloc(bytes)) == NULL) return -1;
         if (model_view(&stage->g, stage, stage->grads)) return -1;
+    }
+    if (stage->meets) {
+        stage->global = (float *)device_alloc(bytes), stage->outer = (float *)device_alloc(bytes);
+        stage->error = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
+        if (stage->global == NULL || stage->outer == NULL || stage->error == NULL || stage->pending == NULL) return -1;
     }
     stage->acts_arena = (floatX *)device_alloc(sizeof(float) * (size_t)stage->acts_floats);
     if (stage->acts_arena == NULL) return -1;
@@ -481,17 +568,22 @@ static void stage_round(Stage *stage, Stream *stream) {
     }
 }
 
+static void model_round(Stage *model, Stream *stream) {
+    for (Stage *stage = model; stage != NULL; stage = stage->next) stage_round(stage, stream);
+}
+
 // Random weights: normal with each tensor's deviation (the two products that write the residual stream are smaller by
 // sqrt(2L), Radford et al. 2019), norms one. A value depends on seed, tensor and element alone.
 static void stage_init(Stage *stage, uint64_t seed) {
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
+        uint32_t index = (uint32_t)tensor->index;
         for (int64_t at = 0; at < tensor->n; at += STAGING) {
             int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
 #pragma omp parallel for
             for (int64_t j = 0; j < n; j += 4) {
                 float normal[4];
-                rand_normal4(normal, seed, RAND_INIT, (uint32_t)i, (uint64_t)(at + j) / 4);
+                rand_normal4(normal, seed, RAND_INIT, index, (uint64_t)(at + j) / 4);
                 for (int64_t k = j; k < j + 4 && k < n; k++)
                     stage->staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
             }
@@ -500,19 +592,34 @@ static void stage_init(Stage *stage, uint64_t seed) {
     }
 }
 
-// Every tensor of the table is in the file with the right shape, and nothing else that would change the result.
-static int stage_match(const Stage *stage, const ModelFile *file) {
-    for (int i = 0; i < stage->n_tensors; i++) {
-        const Tensor *tensor = &stage->tensors[i];
-        if (model_file_expect(file, tensor->name, tensor->shape, tensor->n_dims) == NULL) return -1;
+// The name under which a file holds a tensor: a head that has been untied starts as the embedding.
+static const char *tensor_source(const Tensor *tensor, const ModelFile *file) {
+    int untied = file->config.tied && strcmp(tensor->name, "lm_head.weight") == 0;
+    return untied ? "model.embed_tokens.weight" : tensor->name;
+}
+
+static int model_has(const Stage *model, const char *name) {
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int t = 0; t < stage->n_tensors; t++)
+            if (strcmp(stage->tensors[t].name, name) == 0) return 1;
+    return 0;
+}
+
+// Every tensor of the model's tables is in the file with the right shape, and nothing else that would change the
+// result.
+static int model_match(const Stage *model, const ModelFile *file) {
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            if (model_file_expect(file, tensor_source(tensor, file), tensor->shape, tensor->n_dims) == NULL) return -1;
+        }
     }
     for (int s = 0; s < file->n_shards; s++) {
         for (int i = 0; i < file->shards[s].n_tensors; i++) {
             const char *name = file->shards[s].tensors[i].name; // not in the table, but harmless:
-            int known =
-                ends_with(name, "rotary_emb.inv_freq") || (stage->config.tied && strcmp(name, "lm_head.weight") == 0);
-            for (int t = 0; t < stage->n_tensors && !known; t++) known = strcmp(stage->tensors[t].name, name) == 0;
-            if (!known)
+            int harmless =
+                ends_with(name, "rotary_emb.inv_freq") || (file->config.tied && strcmp(name, "lm_head.weight") == 0);
+            if (!harmless && !model_has(model, name))
                 return error_set("%s: tensor %s is not part of a Llama of this config", file->shards[s].path, name);
         }
     }
@@ -533,57 +640,63 @@ static int stage_read_tensor(Stage *stage, float *arena, const Tensor *tensor, c
 }
 
 // Copies the weights of a matched file into the parameters.
-static int stage_load(Stage *stage, const ModelFile *file, int check) {
-    for (int i = 0; i < stage->n_tensors; i++) {
-        const Tensor *tensor = &stage->tensors[i];
-        const char *path = "";
-        char reason[ERROR_MAX];
-        const SafeTensor *from = model_file_find(file, tensor->name, &path);
-        if (stage_read_tensor(stage, stage->params, tensor, from, check) == 0) continue;
-        memcpy(reason, error_message, sizeof reason);
-        return error_set("%.400s: %.500s", path, reason);
+static int model_load(Stage *model, const ModelFile *file, int check) {
+    for (Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            const char *path = "";
+            char reason[ERROR_MAX];
+            const SafeTensor *from = model_file_find(file, tensor_source(tensor, file), &path);
+            if (stage_read_tensor(stage, stage->params, tensor, from, check) == 0) continue;
+            memcpy(reason, error_message, sizeof reason);
+            return error_set("%.400s: %.500s", path, reason);
+        }
     }
-    stage->side_files = json_incref(file->side_files);
     return 0;
 }
 
-// Writes tensors named prefix + their name from an arena of the table's layout into one safetensors file. arenas and
-// prefixes have n entries.
-static int stage_write_arenas(const Stage *stage, const char *path, json_t *metadata, Dtype dtype, int n,
-                              float *const *arenas, const char *const *prefixes) {
-    SafeTensorsWriter writer;
+// Declares (begun = 0) or writes the tensors of one arena of all the model's stages, as prefix + their name.
+static int model_put_arena(SafeTensorsWriter *writer, int begun, const Stage *model, Arena arena, const char *prefix,
+                           Dtype dtype) {
     char name[128];
-    if (safetensors_writer_init(&writer, metadata)) return -1;
-    for (int a = 0; a < n; a++) {
-        for (int i = 0; i < stage->n_tensors; i++) {
-            snprintf(name, sizeof name, "%s%s", prefixes[a], stage->tensors[i].name);
-            if (safetensors_declare(&writer, name, dtype, stage->tensors[i].shape, stage->tensors[i].n_dims)) return -1;
-        }
-    }
-    if (safetensors_begin(&writer, path)) return -1;
-    for (int a = 0; a < n; a++) {
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *tensor = &stage->tensors[i];
-            for (int64_t at = 0; at < tensor->n; at += STAGING) {
+            snprintf(name, sizeof name, "%s%s", prefix, tensor->name);
+            if (!begun && safetensors_declare(writer, name, dtype, tensor->shape, tensor->n_dims)) return -1;
+            for (int64_t at = 0; begun && at < tensor->n; at += STAGING) {
                 int64_t count = tensor->n - at < STAGING ? tensor->n - at : STAGING;
-                device_copy(stage->staging, arenas[a] + tensor->offset + at, sizeof(float) * (size_t)count);
-                safetensors_append(&writer, stage->staging, count, dtype);
+                device_copy(stage->staging, stage_arena(stage, arena) + tensor->offset + at,
+                            sizeof(float) * (size_t)count);
+                safetensors_append(writer, stage->staging, count, dtype);
             }
         }
     }
+    return 0;
+}
+
+// Writes n arenas of a model into one safetensors file. Takes over the reference to metadata.
+static int model_write_arenas(const Stage *model, const char *path, json_t *metadata, Dtype dtype, int n,
+                              const Arena *arenas, const char *const *prefixes) {
+    SafeTensorsWriter writer;
+    if (safetensors_writer_init(&writer, metadata)) return -1;
+    for (int a = 0; a < n; a++)
+        if (model_put_arena(&writer, 0, model, arenas[a], prefixes[a], dtype)) return -1;
+    if (safetensors_begin(&writer, path)) return -1;
+    for (int a = 0; a < n; a++) model_put_arena(&writer, 1, model, arenas[a], prefixes[a], dtype);
     return file_writer_close(&writer.file);
 }
 
-// Writes the weights as one safetensors file, aside and then renamed: `path` holds the old file or the whole new one.
-// Takes over the reference to metadata.
-static int stage_write_weights(const Stage *stage, const char *path, json_t *metadata, Dtype dtype) {
+// Writes weights as one safetensors file, aside and then renamed: `path` holds the old file or the whole new one.
+// arena: the parameters, or the merged ones of all replicas.
+static int model_write_weights(const Stage *model, Arena arena, const char *path, json_t *metadata, Dtype dtype) {
     char aside[PATH_MAX];
     const char *prefix = "";
     if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside) {
         json_decref(metadata);
         return error_set("%.200s: the path is too long", path);
     }
-    if (stage_write_arenas(stage, aside, metadata, dtype, 1, &stage->params, &prefix) || file_replace(aside, path)) {
+    if (model_write_arenas(model, aside, metadata, dtype, 1, &arena, &prefix) || file_replace(aside, path)) {
         unlink(aside);
         return -1;
     }
@@ -591,33 +704,33 @@ static int stage_write_weights(const Stage *stage, const char *path, json_t *met
 }
 
 // Writes the native file: weights, config and side files in one.
-static int stage_save_native(const Stage *stage, const char *path, Dtype dtype) {
-    json_t *metadata = json_copy(stage->side_files);
-    json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
+static int model_save_native(const Stage *model, Arena arena, const json_t *side_files, const char *path, Dtype dtype) {
+    json_t *metadata = json_copy((json_t *)side_files);
+    json_t *config = config_to_json(&model->config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
     char *text = config != NULL ? json_dumps(config, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (metadata == NULL || text == NULL) return error_set("%s: out of memory", path);
     json_object_set_new(metadata, "format", json_string("pt"));
     json_object_set_new(metadata, "config", json_string(text));
     free(text);
-    return stage_write_weights(stage, path, metadata, dtype);
+    return model_write_weights(model, arena, path, metadata, dtype);
 }
 
 // Writes a folder that transformers loads: config.json, model.safetensors and the side files.
-static int stage_save_folder(const Stage *stage, const char *folder, Dtype dtype) {
+static int model_save_folder(const Stage *model, const json_t *side_files, const char *folder, Dtype dtype) {
     char path[PATH_MAX];
     const char *name;
-    json_t *config = config_to_json(&stage->config, dtype == DTYPE_F32 ? "float32" : "bfloat16"), *side;
+    json_t *config = config_to_json(&model->config, dtype == DTYPE_F32 ? "float32" : "bfloat16"), *side;
     char *text = config != NULL ? json_dumps(config, JSON_INDENT(2) | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (text == NULL) return error_set("%s: out of memory", folder);
     int result = file_make_folders(folder);
     if (result == 0) result = path_join(path, folder, "model.safetensors");
-    if (result == 0) result = stage_write_weights(stage, path, json_pack("{s:s}", "format", "pt"), dtype);
+    if (result == 0) result = model_write_weights(model, ARENA_PARAMS, path, json_pack("{s:s}", "format", "pt"), dtype);
     if (result == 0) result = path_join(path, folder, "config.json");
     if (result == 0) result = file_write_text(path, text);
     free(text);
-    json_object_foreach(stage->side_files, name, side) {
+    json_object_foreach((json_t *)side_files, name, side) {
         if (result == 0) result = path_join(path, folder, name);
         if (result == 0) result = file_write_text(path, json_string_value(side));
     }
@@ -685,18 +798,51 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     rmsnorm_backward(d->dx, g->attn_norm, d->dnorm, acts->x, w->attn_norm, acts->rstd1, N, C, stream);
 }
 
-// tokens (B, T) -> stage->normed (B*T, C), the final norm's output.
-static void stage_forward(Stage *stage, const uint32_t *tokens, int B, int T, KvCache *cache, Stream *stream) {
+// The layers of a stage on one micro-batch, kept in `slot` for the backward. The first stage embeds tokens (B, T);
+// others take the boundary tensor that lies in stage_input(). What leaves is stage->last (B*T, C), and in the last
+// stage also stage->normed, the final norm's output.
+static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B, int T, KvCache *cache,
+                          Stream *stream) {
     const Config *config = &stage->config;
-    int N = B * T, C = config->channels, L = config->n_layers;
-    device_copy(stage->tokens, tokens, sizeof *tokens * (size_t)N);
+    int N = B * T, C = config->channels, L = stage->n_layers;
+    LayerActs *acts = stage->acts + slot * L;
     rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
-    embedding_forward(stage->acts[0].x, stage->tokens, stage->p.embed, N, C, stream);
+    if (stage->has_embed) {
+        uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
+        device_copy(kept, tokens, sizeof *tokens * (size_t)N);
+        embedding_forward(acts[0].x, kept, stage->p.embed, N, C, stream);
+    }
     for (int l = 0; l < L; l++)
-        layer_forward(stage, &stage->acts[l], &stage->p.layers[l], l + 1 < L ? stage->acts[l + 1].x : stage->last, l, B,
-                      T, cache, stream);
-    rmsnorm_forward(stage->normed, stage->rstd, stage->last, stage->p.norm, N, C, config->norm_eps, stream);
+        layer_forward(stage, &acts[l], &stage->p.layers[l], l + 1 < L ? acts[l + 1].x : stage->last,
+                      stage->first_layer + l, B, T, cache, stream);
+    if (stage->has_head)
+        rmsnorm_forward(stage->normed, stage->rstd, stage->last, stage->p.norm, N, C, config->norm_eps, stream);
+}
+
+// Where the boundary tensor (N, C) of a micro-batch enters a stage that is not the first.
+static floatX *stage_input(const Stage *stage, int slot) {
+    return stage->acts[slot * stage->n_layers].x;
+}
+
+// All stages of a model one after the other, nothing kept; returns the last stage. Boundaries are handed on whole, or
+// through `pass` where that is given.
+typedef int (*BoundaryPass)(void *context, int boundary, floatX *to, const floatX *from, int N, int C, Stream *stream);
+
+static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, KvCache *cache, BoundaryPass pass,
+                            void *context, Stream *stream) {
+    int N = B * T, C = model->config.channels, boundary = 0;
+    Stage *stage = model;
+    for (;; stage = stage->next, boundary++) {
+        stage_forward(stage, 0, tokens, B, T, cache, stream);
+        if (stage->next == NULL) break;
+        floatX *to = stage_input(stage->next, 0);
+        if (pass == NULL)
+            device_copy(to, stage->last, sizeof(floatX) * (size_t)N * C);
+        else if (pass(context, boundary, to, stage->last, N, C, stream))
+            stream->failed = 1;
+    }
     if (cache != NULL) cache->used += T;
+    return stage;
 }
 
 // Head and loss over chunks of rows, targets (N): returns the sum of the targets' losses in nats. In training, d.dnorm
@@ -724,19 +870,34 @@ static double head_loss(Stage *stage, const int32_t *targets, int N, int backwar
     return sum;
 }
 
-// Gradients of one micro-batch after stage_forward and head_loss.
-static void stage_backward(Stage *stage, int B, int T, int first, Stream *stream) {
+// Gradients of the micro-batch in `slot`, after stage_forward and, in the last stage, head_loss. Other stages take the
+// gradient of what they sent from stage->d.dx, where the gradient of what they received is afterwards.
+static void stage_backward(Stage *stage, int slot, int B, int T, int first, Stream *stream) {
     const Config *config = &stage->config;
-    int N = B * T, C = config->channels;
-    device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C);
-    rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C, stream);
-    for (int l = config->n_layers - 1; l >= 0; l--) {
-        if (stage->recompute && l + 1 < config->n_layers) // the last layer's are still there
-            layer_forward(stage, &stage->acts[l], &stage->p.layers[l], NULL, l, B, T, NULL, stream);
-        layer_backward(stage, &stage->acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first,
-                       stream);
+    int N = B * T, C = config->channels, L = stage->n_layers;
+    LayerActs *acts = stage->acts + slot * L;
+    if (stage->has_head) {
+        device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C);
+        rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C,
+                         stream);
     }
-    embedding_backward(stage->g.embed, stage->d.dx, stage->tokens, N, C, stream);
+    rope_positions(stage->positions, N, T, 0, stream);
+    for (int l = L - 1; l >= 0; l--) {
+        if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
+            layer_forward(stage, &acts[l], &stage->p.layers[l], NULL, stage->first_layer + l, B, T, NULL, stream);
+        layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first, stream);
+    }
+    if (stage->has_embed)
+        embedding_backward(stage->g.embed, stage->d.dx, stage->tokens + (int64_t)slot * stage->max_B * stage->max_T, N,
+                           C, stream);
+}
+
+// Before the first micro-batch of a step: gradients that are only added to, and the weights' bf16 copies.
+static void stage_begin(Stage *stage, Stream *stream) {
+    stage_round(stage, stream);
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (stage->tensors[i].accumulated)
+            device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n);
 }
 
 // The sequences of one optimizer step.
@@ -771,25 +932,22 @@ static double seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-// Gradients of a whole step into stage->grads, micro-batch by micro-batch; *loss = mean over the step's targets in
-// nats.
+// Gradients of a whole step of a model of one stage into stage->grads, micro-batch by micro-batch; *loss = mean over
+// the step's targets in nats.
 static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, double *loss, StepTimes *times,
                            Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
     double sum = 0.0;
-    stage_round(stage, stream);
-    for (int i = 0; i < stage->n_tensors; i++)
-        if (stage->tensors[i].accumulated)
-            device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n);
+    stage_begin(stage, stream);
     for (int b = 0; b < batch->b; b += micro_batch) {
         int B = batch->b - b < micro_batch ? batch->b - b : micro_batch, N = B * batch->T;
         size_t at = (size_t)b * (size_t)batch->T;
         double start = seconds();
-        stage_forward(stage, batch->tokens + at, B, batch->T, NULL, stream);
+        stage_forward(stage, 0, batch->tokens + at, B, batch->T, NULL, stream);
         double middle = seconds();
         sum += head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
-        stage_backward(stage, B, batch->T, b == 0, stream);
+        stage_backward(stage, 0, B, batch->T, b == 0, stream);
         if (times != NULL) { // of the head's three products one is forward
             times->forward += middle - start + (headed - middle) / 3.0;
             times->backward += seconds() - headed + (headed - middle) * 2.0 / 3.0;
@@ -830,30 +988,30 @@ typedef struct {
     double bits_per_byte; // NaN where the tokenizer does not say bytes
 } Evaluation;
 
-// Held-out loss over the first windows of the split, at most max_tokens of them (0: all).
-static int evaluate(Stage *stage, const Dataset *data, const Tokenizer *tokenizer, int64_t max_tokens, Evaluation *out,
-                    Stream *stream) {
+// Held-out loss over the first windows of the split, at most max_tokens of them (0: all). pass: as for model_forward.
+static int evaluate(Stage *model, const Dataset *data, const Tokenizer *tokenizer, int64_t max_tokens,
+                    BoundaryPass pass, void *context, Evaluation *out, Stream *stream) {
     const Split *split = &data->val;
-    int T = data->T, B = stage->max_B;
+    int T = data->T, B = model->max_B;
     int64_t n_windows = split->n_windows, limit = (max_tokens + T - 1) / T;
     double sum = 0.0;
     Batch batch;
     memset(out, 0, sizeof *out);
-    if (T > stage->max_T) return error_set("sequences of %d tokens in a stage made for %d", T, stage->max_T);
+    if (T > model->max_T) return error_set("sequences of %d tokens in a stage made for %d", T, model->max_T);
     if (max_tokens > 0 && limit < n_windows) n_windows = limit;
     if (batch_alloc(&batch, B, T)) {
         batch_free(&batch);
         return -1;
     }
-    stage_round(stage, stream);
+    model_round(model, stream);
     for (int64_t w = 0; w < n_windows; w += B) {
         int b = n_windows - w < B ? (int)(n_windows - w) : B;
         for (int i = 0; i < b; i++) {
             size_t at = (size_t)i * (size_t)T;
             out->n_targets += split_read(split, w + i, T, batch.tokens + at, batch.targets + at);
         }
-        stage_forward(stage, batch.tokens, b, T, NULL, stream);
-        sum += head_loss(stage, batch.targets, b * T, 0, 0.0f, 0, stream);
+        Stage *last = model_forward(model, batch.tokens, b, T, NULL, pass, context, stream);
+        sum += head_loss(last, batch.targets, b * T, 0, 0.0f, 0, stream);
         for (int n = 0; n < b * T; n++) {
             char bytes[8];
             if (batch.targets[n] >= 0) out->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch.targets[n]);
@@ -900,20 +1058,20 @@ static int sample_token(const float *logits, int V, float temperature, float top
     return work[n - 1].id;
 }
 
-// Continues the prompt and writes the text to `out` as it comes. The stage must hold one sequence of the prompt's
+// Continues the prompt and writes the text to `out` as it comes. The model must hold one sequence of the prompt's
 // length; the result is a function of the weights, the prompt and the seed.
-static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
+static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
                     Stream *stream) {
-    int V = stage->config.vocab, n = 0, result = 0;
+    int V = model->config.vocab, n = 0, result = 0;
     int64_t length = (int64_t)strlen(prompt);
-    int T_max = stage->max_T < stage->config.context ? stage->max_T : stage->config.context;
+    int T_max = model->max_T < model->config.context ? model->max_T : model->config.context;
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(length + 1));
     Candidate *work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
     float *logits = (float *)malloc(sizeof(float) * (size_t)V);
     KvCache cache = {NULL, T_max, 0};
-    cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)stage->config.n_layers * (size_t)T_max * 2 *
-                                        (size_t)config_kv_dim(&stage->config));
+    cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)model->config.n_layers * (size_t)T_max * 2 *
+                                        (size_t)config_kv_dim(&model->config));
     if (tokens == NULL || work == NULL || logits == NULL || cache.rows == NULL) {
         result = error_set("out of memory for generation");
     } else {
@@ -923,15 +1081,15 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
             result = error_set("--generate: the prompt has %d tokens, the context is %d; nothing is left to generate",
                                n, T_max);
     }
-    stage_round(stage, stream);
+    model_round(model, stream);
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
         char text[8] = "";
-        stage_forward(stage, tokens, 1, n, &cache, stream);
-        matmul_forward(stage->logits, stage->normed + (size_t)(n - 1) * stage->config.channels,
-                       stage_weight(stage, stage->p.head), 1, stage->config.channels, V, 0, stream);
+        Stage *last = model_forward(model, tokens, 1, n, &cache, NULL, NULL, stream);
+        matmul_forward(last->logits, last->normed + (size_t)(n - 1) * model->config.channels,
+                       stage_weight(last, last->p.head), 1, model->config.channels, V, 0, stream);
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
-        device_copy(logits, stage->logits, sizeof(float) * (size_t)V);
+        device_copy(logits, last->logits, sizeof(float) * (size_t)V);
         int id = sample_token(logits, V, opts->temperature, opts->top_p, u, work);
         if (id < 0) result = -1;
         if (id < 0 || id == tokenizer->eos) break;
@@ -945,6 +1103,817 @@ static int generate(Stage *stage, const Tokenizer *tokenizer, const char *prompt
     free(work);
     free(tokens);
     return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Mesh: replicas x stages cells. Each cell has a stage of the model; the stages of a replica are a pipeline whose
+// boundary tensors travel through codec and link. All cells of this process run in turn, in a fixed order.
+
+typedef enum { TRAFFIC_FORWARD, TRAFFIC_BACKWARD, TRAFFIC_DP, TRAFFIC_ANCHOR, TRAFFIC_KINDS } Traffic;
+
+typedef struct {
+    int64_t bytes[TRAFFIC_KINDS];
+} Sent;
+
+typedef struct {
+    int replica, index; // index: which stage
+    Stage stage;
+    Work *schedule; // (2 * micro-batches)
+    int n_work, next_work;
+    float *powersgd_q; // warm starts of the stage's matrices, one after the other; NULL unless replicas meet
+    float grad_scale;  // 1 / targets that the step's loss counts
+    double grad_norm, loss_sum;
+    Clock clock;
+    double merge_at; // simulated time at which averages in flight are complete
+    Sent step, total;
+} Cell;
+
+typedef struct {
+    int n_replicas, n_stages; // of the fast circuit
+    int micro_batch;
+    Cell *cells;              // (n_replicas, n_stages)
+    Link *forward, *backward; // (n_replicas, n_stages - 1)
+    Link *meeting;            // (n_stages, n_replicas, n_replicas): from, to
+    Codec codec;
+    LinkSpeed speed;
+    double device_flops; // of a cell, 0: the time it takes here counts
+    unsigned char *message;
+    int64_t message_bytes;
+    float *exchange; // what is averaged: (n_replicas, exchange_floats)
+    int64_t exchange_floats;
+    Stream *stream;
+} Mesh;
+
+static Cell *mesh_cell(const Mesh *mesh, int replica, int stage) {
+    return &mesh->cells[replica * mesh->n_stages + stage];
+}
+
+static Stage *mesh_model(const Mesh *mesh, int replica) {
+    return &mesh_cell(mesh, replica, 0)->stage;
+}
+
+static Link *mesh_meeting(const Mesh *mesh, int stage, int from, int to) {
+    return &mesh->meeting[(stage * mesh->n_replicas + from) * mesh->n_replicas + to];
+}
+
+static void mesh_free(Mesh *mesh) {
+    int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
+    for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
+        stage_free(&mesh->cells[i].stage);
+        free(mesh->cells[i].schedule);
+        free(mesh->cells[i].powersgd_q);
+    }
+    for (int i = 0; i < n_links && mesh->forward != NULL && mesh->backward != NULL; i++) {
+        link_free(&mesh->forward[i]);
+        link_free(&mesh->backward[i]);
+    }
+    for (int i = 0; i < n_cells * mesh->n_replicas && mesh->meeting != NULL; i++) link_free(&mesh->meeting[i]);
+    free(mesh->cells);
+    free(mesh->forward);
+    free(mesh->backward);
+    free(mesh->meeting);
+    free(mesh->message);
+    free(mesh->exchange);
+    memset(mesh, 0, sizeof *mesh);
+}
+
+// Cuts the model into cells: tables and links, no memory for tensors yet. A tied model of several stages is untied.
+static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_stages, int T) {
+    int first[CONFIG_MAX_LAYERS + 1];
+    size_t n_cells = (size_t)n_replicas * (size_t)n_stages;
+    Config cut = *config;
+    if (partition_layers(first, config, n_stages, T)) return -1;
+    if (n_stages > 1) cut.tied = 0;
+    mesh->n_replicas = n_replicas, mesh->n_stages = n_stages;
+    mesh->cells = (Cell *)calloc(n_cells, sizeof(Cell));
+    mesh->forward = (Link *)calloc(n_cells, sizeof(Link));
+    mesh->backward = (Link *)calloc(n_cells, sizeof(Link));
+    mesh->meeting = (Link *)calloc(n_cells * (size_t)n_replicas, sizeof(Link));
+    if (mesh->cells == NULL || mesh->forward == NULL || mesh->backward == NULL || mesh->meeting == NULL)
+        return error_set("out of memory for a mesh of %zu cells", n_cells);
+    for (int r = 0; r < n_replicas; r++) {
+        for (int s = 0; s < n_stages; s++) {
+            Cell *cell = mesh_cell(mesh, r, s);
+            cell->replica = r, cell->index = s;
+            if (stage_table(&cell->stage, &cut, first[s], first[s + 1] - first[s])) return -1;
+            cell->stage.next = s + 1 < n_stages ? &mesh_cell(mesh, r, s + 1)->stage : NULL;
+        }
+    }
+    return 0;
+}
+
+// Sets sizes and schedules for steps of `batch` sequences; counts memory, allocates nothing large.
+static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
+    int n_micro = training ? (batch + micro_batch - 1) / micro_batch : 1;
+    mesh->micro_batch = micro_batch;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Cell *cell = &mesh->cells[i];
+        cell->stage.slots = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
+        cell->stage.meets = meets;
+        if (stage_plan(&cell->stage, micro_batch, T, training, recompute)) return -1;
+        free(cell->schedule);
+        cell->n_work = 2 * n_micro;
+        cell->schedule = (Work *)malloc(sizeof(Work) * (size_t)cell->n_work);
+        if (cell->schedule == NULL) return error_set("out of memory for the schedule");
+        schedule_1f1b(cell->schedule, cell->index, mesh->n_stages, n_micro);
+    }
+    mesh->message_bytes = (int64_t)sizeof(float) * micro_batch * T * mesh->cells[0].stage.config.channels;
+    return 0;
+}
+
+static int mesh_alloc(Mesh *mesh, Stream *stream) {
+    mesh->stream = stream;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+        if (stage_alloc(&mesh->cells[i].stage, stream)) return -1;
+    mesh->message = (unsigned char *)malloc((size_t)mesh->message_bytes);
+    return mesh->message != NULL ? 0 : error_set("out of memory for messages");
+}
+
+// Simulated time of the mesh: its latest cell's.
+static double mesh_now(const Mesh *mesh) {
+    double now = 0.0;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) now = fmax(now, mesh->cells[i].clock.now);
+    return now;
+}
+
+// All replicas start from the weights of the first.
+static void mesh_spread(Mesh *mesh) {
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Stage *stage = &mesh->cells[i].stage, *first = &mesh_cell(mesh, 0, mesh->cells[i].index)->stage;
+        size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
+        if (stage != first) device_copy(stage->params, first->params, n_bytes);
+        if (stage->meets) device_copy(stage->global, first->params, n_bytes);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Pipeline: the gradients of a step
+
+// A pass of batches through pipelines.
+typedef struct {
+    const Batch *batches; // (n_replicas)
+    int64_t step;         // names the masks
+    int masked;           // 0: boundaries travel whole
+    int counted;          // 0: a measurement, neither bytes nor simulated time count
+    StepTimes *times;
+} Pass;
+
+// Multiplications and additions of a stage's forward over N rows; a backward has twice as many.
+static double stage_flops(const Stage *stage, int N, int T) {
+    const Config *c = &stage->config;
+    double matrices = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (stage->tensors[i].block) matrices += (double)stage->tensors[i].n;
+    if (stage->has_head) matrices += (double)c->vocab * c->channels;
+    return (2.0 * matrices + 2.0 * T * (double)stage->A * stage->n_layers) * N;
+}
+
+static CodecContext boundary_context(const Pass *pass, int replica, int boundary, int micro) {
+    CodecContext context;
+    memset(&context, 0, sizeof context);
+    context.boundary = boundary, context.replica = replica, context.micro_batch = micro;
+    context.step = pass->step, context.masked = pass->masked;
+    return context;
+}
+
+// Encodes a boundary tensor into the mesh's message; bytes, or -1.
+static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N) {
+    return codec_encode(&mesh->codec, context, x, N, mesh->cells[0].stage.config.channels, mesh->message,
+                        mesh->message_bytes, mesh->stream);
+}
+
+// Sends the message that lies in mesh->message.
+static int cell_send(Mesh *mesh, Cell *cell, Link *link, int64_t n_bytes, Traffic kind, int counted) {
+    double arrival = 0.0;
+    if (counted) {
+        cell->step.bytes[kind] += n_bytes;
+        arrival = clock_send(&cell->clock, mesh->speed, n_bytes);
+    }
+    return link_send(link, mesh->message, n_bytes, arrival);
+}
+
+// Takes the next message of a link that has one and decodes it into x.
+static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *context, floatX *x, int N,
+                        int counted) {
+    int64_t n_bytes;
+    double arrival;
+    if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
+    if (counted) clock_receive(&cell->clock, arrival);
+    return codec_decode(&mesh->codec, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
+                        mesh->stream);
+}
+
+static Link *link_before(const Mesh *mesh, Link *links, const Cell *cell) {
+    return &links[cell->replica * (mesh->n_stages - 1) + cell->index - 1];
+}
+
+static Link *link_behind(const Mesh *mesh, Link *links, const Cell *cell) {
+    return &links[cell->replica * (mesh->n_stages - 1) + cell->index];
+}
+
+// 1 if the cell's next work has its input.
+static int cell_runnable(const Mesh *mesh, const Cell *cell) {
+    if (cell->next_work == cell->n_work) return 0;
+    if (cell->schedule[cell->next_work].kind == WORK_FORWARD)
+        return cell->stage.has_embed || link_waiting(link_before(mesh, mesh->forward, cell)) > 0;
+    return cell->stage.has_head || link_waiting(link_behind(mesh, mesh->backward, cell)) > 0;
+}
+
+// Does the cell's next work: receive, compute, send.
+static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
+    Work work = cell->schedule[cell->next_work++];
+    Stage *stage = &cell->stage;
+    Stream *stream = mesh->stream;
+    const Batch *batch = &pass->batches[cell->replica];
+    int m = work.micro_batch, b = m * mesh->micro_batch, T = batch->T, slot = m % stage->slots;
+    int B = batch->b - b < mesh->micro_batch ? batch->b - b : mesh->micro_batch, N = B * T;
+    CodecContext before = boundary_context(pass, cell->replica, cell->index - 1, m);
+    CodecContext behind = boundary_context(pass, cell->replica, cell->index, m);
+    Link *to = NULL;
+    int64_t n_bytes = 0;
+    double start = seconds(), head_seconds = 0.0;
+    if (work.kind == WORK_FORWARD) {
+        if (!stage->has_embed && cell_receive(mesh, cell, link_before(mesh, mesh->forward, cell), &before,
+                                              stage_input(stage, slot), N, pass->counted))
+            return -1;
+        stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, stream);
+        if (stage->has_head) {
+            double middle = seconds();
+            cell->loss_sum += head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, m == 0, stream);
+            head_seconds = seconds() - middle;
+        } else {
+            to = link_behind(mesh, mesh->forward, cell);
+            n_bytes = cell_encode(mesh, &behind, stage->last, N);
+        }
+    } else {
+        if (!stage->has_head &&
+            cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx, N, pass->counted))
+            return -1;
+        stage_backward(stage, slot, B, T, m == 0, stream);
+        if (!stage->has_embed) {
+            to = link_before(mesh, mesh->backward, cell);
+            n_bytes = cell_encode(mesh, &before, stage->d.dx, N);
+        }
+    }
+    double took = seconds() - start, flops = stage_flops(stage, N, T) * (work.kind == WORK_FORWARD ? 1.0 : 2.0);
+    if (pass->times != NULL) { // of the head's three products one is forward
+        double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
+        pass->times->backward += backward, pass->times->forward += took - backward;
+    }
+    if (pass->counted) clock_compute(&cell->clock, mesh->device_flops > 0.0 ? flops / mesh->device_flops : took);
+    if (n_bytes < 0 || stream_check(stream)) return -1;
+    Traffic kind = work.kind == WORK_FORWARD ? TRAFFIC_FORWARD : TRAFFIC_BACKWARD;
+    return to == NULL ? 0 : cell_send(mesh, cell, to, n_bytes, kind, pass->counted);
+}
+
+// Runs replicas first .. last-1 through the pass: in turn, each cell whose next work has its input does it. Gradients
+// are in the stages' arenas afterwards, the sum of the targets' losses in the last stages' loss_sum.
+static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
+    int from = first * mesh->n_stages, to = last * mesh->n_stages, left = 0;
+    for (int i = from; i < to; i++) {
+        Cell *cell = &mesh->cells[i];
+        stage_begin(&cell->stage, mesh->stream);
+        cell->next_work = 0, cell->loss_sum = 0.0;
+        left += cell->n_work;
+    }
+    while (left > 0) {
+        int before = left;
+        for (int i = from; i < to; i++) {
+            if (!cell_runnable(mesh, &mesh->cells[i])) continue;
+            if (cell_run(mesh, &mesh->cells[i], pass)) return -1;
+            left--;
+        }
+        if (left == before) return error_set("the pipeline is stuck with %d pieces of work left", left);
+    }
+    return 0;
+}
+
+// BoundaryPass of an evaluation that masks as a training step would. context: a MaskedEvaluation.
+typedef struct {
+    Mesh *mesh;
+    int micro_batch; // counts the calls, so that every batch has masks of its own
+} MaskedEvaluation;
+
+static int pass_masked(void *context, int boundary, floatX *to, const floatX *from, int N, int C, Stream *stream) {
+    MaskedEvaluation *masked = (MaskedEvaluation *)context;
+    Mesh *mesh = masked->mesh;
+    CodecContext where;
+    memset(&where, 0, sizeof where);
+    where.boundary = boundary, where.masked = 1, where.micro_batch = masked->micro_batch++ & 0xFFF;
+    int64_t n_bytes = codec_encode(&mesh->codec, &where, from, N, C, mesh->message, mesh->message_bytes, stream);
+    return n_bytes < 0 ? -1 : codec_decode(&mesh->codec, &where, mesh->message, n_bytes, to, N, C, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Data parallelism: dense averages of gradients, or Streaming DiLoCo (Douillard et al. 2025) with PowerSGD
+
+typedef struct {
+    int local_steps, n_fragments, overlap, rank;
+    float lr, momentum, mix;
+} Outer;
+
+// Tensor ranks: full for small ones.
+static int powersgd_rank(const Tensor *tensor, int rank) {
+    int64_t small = tensor->shape[0] < tensor->shape[1] ? tensor->shape[0] : tensor->shape[1];
+    return small < rank ? (int)small : rank;
+}
+
+// Where a tensor's warm start lies in powersgd_q; *total = floats of all.
+static int64_t powersgd_offset(const Stage *stage, int at, int rank) {
+    int64_t offset = 0;
+    for (int i = 0; i < at; i++)
+        if (stage->tensors[i].n_dims == 2)
+            offset += stage->tensors[i].shape[1] * powersgd_rank(&stage->tensors[i], rank);
+    return offset;
+}
+
+// Which fragment each tensor belongs to, strided by layer: embedding with the first, norm and head with the last.
+static void stage_fragments(Stage *stage, int n_fragments) {
+    for (int i = 0; i < stage->n_tensors; i++) {
+        Tensor *tensor = &stage->tensors[i];
+        int layer = (tensor->index - 1) / TENSORS_PER_LAYER - stage->first_layer;
+        tensor->fragment = tensor->index == 0 ? 0 : layer >= stage->n_layers ? n_fragments - 1 : layer % n_fragments;
+    }
+}
+
+// Memory and warm starts of replicas that meet; they start equal.
+static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
+    int64_t largest = 0;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Cell *cell = &mesh->cells[i];
+        Stage *stage = &cell->stage;
+        stage_fragments(stage, outer->n_fragments);
+        for (int t = 0; t < stage->n_tensors; t++) largest = larger(largest, stage->tensors[t].n);
+        if (!stage->meets) continue;
+        int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
+        cell->powersgd_q = (float *)malloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
+        if (cell->powersgd_q == NULL) return error_set("out of memory for PowerSGD");
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            if (tensor->n_dims != 2) continue;
+            powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
+                          powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index);
+        }
+    }
+    if (mesh->n_replicas == 1) return 0;
+    mesh->exchange_floats = largest;
+    mesh->exchange = (float *)malloc(sizeof(float) * (size_t)largest * (size_t)mesh->n_replicas);
+    if (mesh->exchange == NULL) return error_set("out of memory for averages");
+    if (mesh->message_bytes >= 4 * largest) return 0;
+    free(mesh->message);
+    mesh->message_bytes = 4 * largest;
+    mesh->message = (unsigned char *)malloc((size_t)mesh->message_bytes);
+    return mesh->message != NULL ? 0 : error_set("out of memory for messages");
+}
+
+// Averages rows x cols floats over the replicas of a stage: values[r] in, the same bytes for all out. The owner
+// receives from all, adds in the order of the replicas (its own values go through the wire's rounding too), and sends
+// the mean back.
+static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, int rows, int cols, int orthonormal) {
+    CodecContext plain;
+    int R = mesh->n_replicas;
+    memset(&plain, 0, sizeof plain);
+    for (int r = 0; r < R; r++) {
+        int64_t n_bytes =
+            codec_encode(&mesh->codec, &plain, values[r], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
+        if (n_bytes < 0) return -1;
+        if (r == owner) {
+            if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
+                return -1;
+        } else if (cell_send(mesh, mesh_cell(mesh, r, stage), mesh_meeting(mesh, stage, r, owner), n_bytes, TRAFFIC_DP,
+                             1)) {
+            return -1;
+        }
+    }
+    Cell *keeper = mesh_cell(mesh, owner, stage);
+    double complete = keeper->merge_at;
+    for (int r = 0; r < R; r++) {
+        int64_t n_bytes;
+        double arrival;
+        if (r == owner) continue;
+        if (link_recv(mesh_meeting(mesh, stage, r, owner), mesh->message, mesh->message_bytes, &n_bytes, &arrival) !=
+                LINK_OK ||
+            codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
+            return -1;
+        complete = arrival > complete ? arrival : complete;
+    }
+    for (int64_t i = 0; i < (int64_t)rows * cols; i++) {
+        float sum = 0.0f;
+        for (int r = 0; r < R; r++) sum += values[r][i];
+        values[owner][i] = sum / (float)R;
+    }
+    if (orthonormal && orthonormalize(values[owner], rows, cols)) return -1;
+    int64_t n_bytes =
+        codec_encode(&mesh->codec, &plain, values[owner], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
+    if (n_bytes < 0) return -1;
+    for (int r = 0; r < R; r++) {
+        Cell *cell = mesh_cell(mesh, r, stage);
+        if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream)) return -1;
+        if (r == owner) continue;
+        keeper->step.bytes[TRAFFIC_DP] += n_bytes;
+        Clock sender = {complete, keeper->clock.uplink_free}; // its uplink works in the background
+        cell->merge_at = fmax(cell->merge_at, clock_send(&sender, mesh->speed, n_bytes));
+        keeper->clock.uplink_free = sender.uplink_free;
+    }
+    keeper->merge_at = fmax(keeper->merge_at, keeper->clock.uplink_free);
+    return 0;
+}
+
+// --dp dense: every replica gets the sum of all gradients of its stage. They are scaled by the targets of all already.
+static int mesh_sum_gradients(Mesh *mesh) {
+    float *values[MESH_MAX_REPLICAS];
+    for (int s = 0; s < mesh->n_stages; s++) {
+        const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            for (int r = 0; r < mesh->n_replicas; r++) {
+                values[r] = mesh->exchange + r * mesh->exchange_floats;
+                device_copy(values[r], mesh_cell(mesh, r, s)->stage.grads + tensor->offset,
+                            sizeof(float) * (size_t)tensor->n);
+                for (int64_t i = 0; i < tensor->n; i++) values[r][i] *= (float)mesh->n_replicas;
+            }
+            if (mesh_average(mesh, s, tensor->index % mesh->n_replicas, values, (int)tensor->shape[0],
+                             tensor->n_dims == 2 ? (int)tensor->shape[1] : 1, 0))
+                return -1;
+            for (int r = 0; r < mesh->n_replicas; r++)
+                device_copy(mesh_cell(mesh, r, s)->stage.grads + tensor->offset, values[r],
+                            sizeof(float) * (size_t)tensor->n);
+        }
+        for (int r = 0; r < mesh->n_replicas; r++) {
+            Cell *cell = mesh_cell(mesh, r, s);
+            clock_receive(&cell->clock, cell->merge_at);
+        }
+    }
+    return 0;
+}
+
+// Outer steps happen after `done` local steps: fragment f begins its average every local_steps steps, at its own phase,
+// and merges it `overlap` steps later.
+static int outer_begins(const Outer *outer, int fragment, int64_t done) {
+    int phase = fragment * outer->local_steps / outer->n_fragments;
+    return done > 0 && done % outer->local_steps == phase;
+}
+
+static int outer_merges(const Outer *outer, int fragment, int64_t done) {
+    return outer_begins(outer, fragment, done - outer->overlap);
+}
+
+// One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
+static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
+    float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
+    const Stage *first = &mesh_cell(mesh, 0, s)->stage;
+    const Tensor *tensor = &first->tensors[t];
+    int R = mesh->n_replicas, m = (int)tensor->shape[0], n = (int)tensor->shape[1], r = powersgd_rank(tensor, rank);
+    int64_t at = powersgd_offset(first, t, rank);
+    for (int i = 0; i < R; i++) {
+        Cell *cell = mesh_cell(mesh, i, s);
+        left[i] = mesh->exchange + i * mesh->exchange_floats, right[i] = cell->powersgd_q + at;
+        powersgd_left(left[i], cell->stage.error + tensor->offset, right[i], m, n, r, mesh->stream);
+    }
+    if (mesh_average(mesh, s, owner, left, m, r, 1)) return -1;
+    for (int i = 0; i < R; i++) {
+        Stage *stage = &mesh_cell(mesh, i, s)->stage;
+        float *error = stage->error + tensor->offset;
+        powersgd_right(right[i], error, left[i], m, n, r, mesh->stream);
+        powersgd_error(error, error, left[i], right[i], m, n, r, mesh->stream);
+    }
+    if (mesh_average(mesh, s, owner, right, n, r, 0)) return -1;
+    for (int i = 0; i < R; i++)
+        powersgd_expand(mesh_cell(mesh, i, s)->stage.pending + tensor->offset, left[i], right[i], m, n, r,
+                        mesh->stream);
+    return stream_check(mesh->stream);
+}
+
+// Begins the outer step of a fragment: pseudo-gradient (global - local) plus what was left out before, averaged.
+static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int owner) {
+    float *values[MESH_MAX_REPLICAS];
+    int R = mesh->n_replicas;
+    for (int s = 0; s < mesh->n_stages; s++) {
+        const Stage *first = &mesh_cell(mesh, 0, s)->stage;
+        for (int t = 0; t < first->n_tensors; t++) {
+            const Tensor *tensor = &first->tensors[t];
+            if (tensor->fragment != fragment) continue;
+            for (int r = 0; r < R; r++) {
+                Stage *stage = &mesh_cell(mesh, r, s)->stage;
+                float *error = stage->error + tensor->offset, *global = stage->global + tensor->offset;
+                float *local = stage->params + tensor->offset;
+                for (int64_t i = 0; i < tensor->n; i++) error[i] += global[i] - local[i];
+            }
+            if (tensor->n_dims == 2) {
+                if (mesh_average_matrix(mesh, s, owner, t, outer->rank)) return -1;
+                continue;
+            }
+            for (int r = 0; r < R; r++) {
+                values[r] = mesh_cell(mesh, r, s)->stage.pending + tensor->offset;
+                device_copy(values[r], mesh_cell(mesh, r, s)->stage.error + tensor->offset,
+                            sizeof(float) * (size_t)tensor->n);
+                device_zero(mesh_cell(mesh, r, s)->stage.error + tensor->offset, sizeof(float) * (size_t)tensor->n);
+            }
+            if (mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)) return -1;
+        }
+    }
+    return 0;
+}
+
+// The outer Nesterov step of a fragment, and its merge into the local parameters: mix = share of the local ones.
+static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) {
+    float lr = outer->lr, momentum = outer->momentum;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Cell *cell = &mesh->cells[i];
+        Stage *stage = &cell->stage;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            if (tensor->fragment != fragment) continue;
+            float *pending = stage->pending + tensor->offset, *moment = stage->outer + tensor->offset;
+            float *global = stage->global + tensor->offset, *local = stage->params + tensor->offset;
+#pragma omp parallel for simd num_threads(mesh->stream->threads)
+            for (int64_t j = 0; j < tensor->n; j++) {
+                moment[j] = momentum * moment[j] + pending[j];
+                global[j] -= lr * (pending[j] + momentum * moment[j]);
+                local[j] = mix * local[j] + (1.0f - mix) * global[j];
+            }
+        }
+        clock_receive(&cell->clock, cell->merge_at);
+    }
+}
+
+// What is due after `done` local steps.
+static int mesh_outer(Mesh *mesh, const Outer *outer, int64_t done) {
+    for (int f = 0; f < outer->n_fragments; f++) {
+        int owner = (int)((f + done / outer->local_steps) % mesh->n_replicas);
+        if (outer_begins(outer, f, done) && mesh_begin_merge(mesh, outer, f, owner)) return -1;
+        if (outer_merges(outer, f, done)) mesh_merge(mesh, outer, f, outer->mix);
+    }
+    return 0;
+}
+
+// The end of a run: averages in flight are merged, then everything once more, without mixing: all replicas are equal.
+static int mesh_outer_finish(Mesh *mesh, const Outer *outer, int64_t done) {
+    for (int f = 0; f < outer->n_fragments; f++) {
+        for (int64_t ago = 0; ago < outer->overlap; ago++)
+            if (outer_begins(outer, f, done - ago)) mesh_merge(mesh, outer, f, outer->mix);
+        if (mesh_begin_merge(mesh, outer, f, f % mesh->n_replicas)) return -1;
+        mesh_merge(mesh, outer, f, 0.0f);
+    }
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Anchor: the unmasked circuit. A thread takes a snapshot of the fast circuit's parameters, computes their unmasked
+// gradient on data of its own, adds it to a momentum and decomposes that: M = U S V^T of each block matrix. The fast
+// circuit filters its gradients with the last factors delivered and never waits for the next, unless it is told after
+// how many steps they come.
+//
+//   idle --launch (fast circuit)--> working --(thread)--> ready | failed --deliver (fast circuit)--> idle
+//   any --anchor_stop--> leaving
+// Only the fast circuit moves to working and idle, only the thread to ready and failed; the factors that the thread
+// writes are never those the fast circuit reads.
+
+typedef enum { ANCHOR_IDLE, ANCHOR_WORKING, ANCHOR_READY, ANCHOR_FAILED, ANCHOR_LEAVING } AnchorState;
+
+// The factors of one matrix (m, n) of rank r.
+typedef struct {
+    int m, n, r;
+    float *u; // (m, r)
+    float *s; // (r)
+    float *v; // (n, r)
+    float *d; // (r) response of the filter
+} Factor;
+
+typedef struct {
+    float *memory;
+    int64_t n_floats;
+    Factor *of; // by Tensor.index; r = 0 for what is not filtered
+} FactorSet;
+
+typedef struct {
+    // fixed at start
+    const Dataset *data;
+    int batch, micro_batch, T, rank, debias, threads;
+    Precision precision;
+    uint64_t seed;
+    float beta, tau;
+    int tau_relative;
+    Wire wire;
+    // the thread's own while it works
+    Stage stage; // the whole model: snapshot, gradient, and the momentum as its first moment
+    Stream *stream;
+    Batch tokens;
+    int64_t samples, passes; // sequences taken, gradients in the momentum
+    int useless;             // the last gradient was not finite: momentum and factors stay
+    double loss, seconds;    // of the last pass
+    FactorSet sets[2];
+    // the fast circuit's
+    int front, deliveries;
+    int64_t launched, delivered; // fast step of the snapshot at work, and of the factors in front; -1: none
+    double delivered_loss, delivered_seconds; // of the pass that gave the factors in front
+    int64_t sent_bytes;                       // by the anchor's own cells
+    double launched_at;                       // simulated time at which the snapshot was there
+    // between the two, under the mutex
+    pthread_t thread;
+    int running;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+    AnchorState state;
+    char error[ERROR_MAX];
+    int held; // tests keep a finished pass back with this
+} Anchor;
+
+static int factor_set_alloc(FactorSet *set, const Stage *stage, int rank) {
+    const Tensor *last = &stage->tensors[stage->n_tensors - 1];
+    for (int pass = 0; pass < 2; pass++) { // count, then lay out
+        int64_t used = 0;
+        for (int i = 0; i < stage->n_tensors && (pass == 0 || set->memory != NULL); i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            if (!tensor->block) continue;
+            int m = (int)tensor->shape[0], n = (int)tensor->shape[1], small = m < n ? m : n;
+            int r = rank == 0 || small < rank ? small : rank;
+            if (pass == 1) {
+                float *at = set->memory + used;
+                Factor factor = {
+                    m, n, r, at, at + (int64_t)m * r, at + (int64_t)(m + 1) * r, at + (int64_t)(m + 1 + n) * r};
+                set->of[tensor->index] = factor;
+            }
+            used += (int64_t)(m + n + 2) * r;
+        }
+        if (pass == 1) break;
+        set->n_floats = used;
+        set->memory = (float *)device_alloc(sizeof(float) * (size_t)used);
+        set->of = (Factor *)calloc((size_t)last->index + 1, sizeof(Factor));
+        if (set->memory == NULL || set->of == NULL) return error_set("out of memory for the anchor's factors");
+    }
+    return 0;
+}
+
+// Decomposes the momentum into the set the fast circuit does not read, warm from the one in front.
+static int anchor_factors(Anchor *anchor) {
+    FactorSet *from = &anchor->sets[anchor->front], *to = &anchor->sets[1 - anchor->front];
+    float debias = anchor->debias ? 1.0f / (1.0f - powf(anchor->beta, (float)anchor->passes)) : 1.0f;
+    for (int i = 0; i < anchor->stage.n_tensors; i++) {
+        const Tensor *tensor = &anchor->stage.tensors[i];
+        if (!tensor->block) continue;
+        const Factor *old = &from->of[tensor->index];
+        Factor *factor = &to->of[tensor->index];
+        int warm = anchor->deliveries > 0;
+        if (warm) memcpy(factor->v, old->v, sizeof(float) * (size_t)factor->n * (size_t)factor->r);
+        if (svd_truncated(factor->u, factor->s, factor->v, anchor->stage.m + tensor->offset, factor->m, factor->n,
+                          factor->r, warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
+            return -1;
+        for (int j = 0; j < factor->r; j++) factor->s[j] *= debias;
+        if (anchor->wire == WIRE_BF16) { // as they travel
+            for (int64_t j = 0; j < (int64_t)factor->m * factor->r; j++)
+                factor->u[j] = float_of_bf16(bf16_of_float(factor->u[j]));
+            for (int64_t j = 0; j < (int64_t)factor->n * factor->r; j++)
+                factor->v[j] = float_of_bf16(bf16_of_float(factor->v[j]));
+        }
+        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative);
+    }
+    return 0;
+}
+
+// One pass over the snapshot: gradient, momentum M <- beta M + (1-beta) G, factors.
+static int anchor_pass(Anchor *anchor) {
+    Stage *stage = &anchor->stage;
+    Batch *tokens = &anchor->tokens;
+    double start = seconds();
+    tokens->n_valid = 0;
+    for (int b = 0; b < tokens->b; b++) {
+        size_t at = (size_t)b * (size_t)tokens->T;
+        int64_t window = split_order(&anchor->data->train, anchor->samples + b, anchor->seed ^ 0xA5C402u); // own order
+        tokens->n_valid +=
+            split_read(&anchor->data->train, window, tokens->T, tokens->tokens + at, tokens->targets + at);
+    }
+    anchor->samples += tokens->b;
+    if (stage_gradients(stage, tokens, anchor->micro_batch, &anchor->loss, NULL, anchor->stream)) return -1;
+    anchor->useless = !isfinite(anchor->loss) || !isfinite(stage_grad_norm(stage, anchor->stream));
+    if (!anchor->useless) {
+        float beta = anchor->beta;
+#pragma omp parallel for simd num_threads(anchor->threads)
+        for (int64_t i = 0; i < stage->arena_floats; i++)
+            stage->m[i] = beta * stage->m[i] + (1.0f - beta) * stage->grads[i];
+        anchor->passes++;
+        if (anchor_factors(anchor)) return -1;
+    }
+    anchor->seconds = seconds() - start;
+    return 0;
+}
+
+static void *anchor_thread(void *argument) {
+    Anchor *anchor = (Anchor *)argument;
+    pthread_mutex_lock(&anchor->mutex);
+    for (;;) {
+        while (anchor->state != ANCHOR_WORKING && anchor->state != ANCHOR_LEAVING)
+            pthread_cond_wait(&anchor->changed, &anchor->mutex);
+        if (anchor->state == ANCHOR_LEAVING) break;
+        pthread_mutex_unlock(&anchor->mutex);
+        omp_set_num_threads(anchor->threads); // of this thread's regions
+        int failed = anchor_pass(anchor);
+        pthread_mutex_lock(&anchor->mutex);
+        while (anchor->held && anchor->state == ANCHOR_WORKING) pthread_cond_wait(&anchor->changed, &anchor->mutex);
+        if (failed) memcpy(anchor->error, error_message, sizeof anchor->error);
+        if (anchor->state == ANCHOR_WORKING) anchor->state = failed ? ANCHOR_FAILED : ANCHOR_READY;
+        pthread_cond_broadcast(&anchor->changed);
+    }
+    pthread_mutex_unlock(&anchor->mutex);
+    return NULL;
+}
+
+// Takes the snapshot and sets the thread to work. from: the replica whose parameters (or merged ones) are taken;
+// through: values are rounded as they would travel.
+static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int rounded, int64_t step) {
+    int at = 0;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *from = &stage->tensors[i], *to = &anchor->stage.tensors[at++];
+            float *values = anchor->stage.params + to->offset;
+            device_copy(values, stage_arena(stage, arena) + from->offset, sizeof(float) * (size_t)from->n);
+            for (int64_t j = 0; rounded && j < from->n; j++) values[j] = float_of_bf16(bf16_of_float(values[j]));
+        }
+    }
+    anchor->launched = step;
+    pthread_mutex_lock(&anchor->mutex);
+    anchor->state = ANCHOR_WORKING;
+    pthread_cond_broadcast(&anchor->changed);
+    pthread_mutex_unlock(&anchor->mutex);
+}
+
+// The state now; wait != 0: once no pass is at work.
+static AnchorState anchor_state(Anchor *anchor, int wait) {
+    pthread_mutex_lock(&anchor->mutex);
+    while (wait && anchor->state == ANCHOR_WORKING) pthread_cond_wait(&anchor->changed, &anchor->mutex);
+    AnchorState state = anchor->state;
+    pthread_mutex_unlock(&anchor->mutex);
+    return state;
+}
+
+// Swaps the finished factors to the front. 0, or -1 if the pass failed.
+static int anchor_deliver(Anchor *anchor) {
+    pthread_mutex_lock(&anchor->mutex);
+    int failed = anchor->state == ANCHOR_FAILED;
+    if (failed) error_set("anchor: %.900s", anchor->error);
+    anchor->state = ANCHOR_IDLE;
+    pthread_mutex_unlock(&anchor->mutex);
+    if (failed) return -1;
+    if (!anchor->useless) anchor->front = 1 - anchor->front, anchor->deliveries++, anchor->delivered = anchor->launched;
+    anchor->delivered_loss = anchor->loss, anchor->delivered_seconds = anchor->seconds;
+    return 0;
+}
+
+// Memory and thread. The fields fixed at start are set by the caller.
+static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
+    anchor->launched = anchor->delivered = -1;
+    pthread_mutex_init(&anchor->mutex, NULL);
+    pthread_cond_init(&anchor->changed, NULL);
+    if (stream_create(&anchor->stream, anchor->precision, anchor->threads)) return -1;
+    if (stage_table(&anchor->stage, config, 0, config->n_layers)) return -1;
+    anchor->stage.n_moments = 1;
+    if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
+    if (stage_alloc(&anchor->stage, anchor->stream) || batch_alloc(&anchor->tokens, anchor->batch, anchor->T))
+        return -1;
+    for (int i = 0; i < 2; i++)
+        if (factor_set_alloc(&anchor->sets[i], &anchor->stage, anchor->rank)) return -1;
+    if (pthread_create(&anchor->thread, NULL, anchor_thread, anchor) != 0)
+        return error_set("the anchor's thread does not start");
+    anchor->running = 1;
+    return 0;
+}
+
+static void anchor_stop(Anchor *anchor) {
+    if (anchor->running) {
+        pthread_mutex_lock(&anchor->mutex);
+        anchor->state = ANCHOR_LEAVING;
+        pthread_cond_broadcast(&anchor->changed);
+        pthread_mutex_unlock(&anchor->mutex);
+        pthread_join(anchor->thread, NULL);
+    }
+    for (int i = 0; i < 2; i++) {
+        device_free(anchor->sets[i].memory);
+        free(anchor->sets[i].of);
+    }
+    batch_free(&anchor->tokens);
+    stage_free(&anchor->stage);
+    stream_destroy(anchor->stream);
+    memset(anchor, 0, sizeof *anchor);
+}
+
+// Bytes of one delivery's factors that concern a stage, as they travel: U and V in the wire's type, s in fp32.
+static int64_t anchor_factor_bytes(const Anchor *anchor, const Stage *stage) {
+    int64_t n_bytes = 0, size = anchor->wire == WIRE_BF16 ? 2 : 4;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Factor *factor = &anchor->sets[0].of[stage->tensors[i].index];
+        if (stage->tensors[i].block) n_bytes += size * (factor->m + factor->n) * factor->r + 4 * factor->r;
+    }
+    return n_bytes;
+}
+
+// Filters the gradients of a stage's block matrices with the factors in front, in place.
+static void stage_filter(Stage *stage, const Anchor *anchor, float alpha, Stream *stream) {
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        const Factor *f = &anchor->sets[anchor->front].of[tensor->index];
+        if (tensor->block)
+            spectral_filter(stage->grads + tensor->offset, f->u, f->d, f->v, f->m, f->n, f->r, alpha, stream);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -981,7 +1950,12 @@ typedef struct {
 typedef struct {
     Options opts;
     unsigned char given[CLI_OPTIONS];
-    Stage stage;
+    Config config;      // of the model as it is trained: untied where stages part its ends
+    json_t *side_files; // tokenizer and others that travel with the model
+    int64_t n_params;
+    Mesh mesh;
+    Anchor anchor;
+    Outer outer;
     Dataset data;
     Tokenizer tokenizer;
     Stream *stream;
@@ -990,6 +1964,8 @@ typedef struct {
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
+    int anchored, anchor_delay; // anchor_delay 0: deliver when ready
+    MeshDp dp;                  // MESH_DP_NONE with one fast replica
     Precision precision;
     int64_t n_steps, warmup, val_every, save_every;
 } Trainer;
@@ -1106,14 +2082,13 @@ static void run_log_start(Trainer *trainer, const char *kind) {
     const dnnl_version_t *dnnl = dnnl_version();
     char library[64];
     snprintf(library, sizeof library, "%d.%d.%d", dnnl->major, dnnl->minor, dnnl->patch);
-    json_t *line =
-        json_pack("{s:s, s:s, s:s, s:s, s:i, s:s, s:I, s:I, s:I, s:I, s:i, s:o, s:o}", "type", kind, "meshtune",
-                  MESHTUNE_VERSION, "onednn", library, "compiler", __VERSION__, "threads", trainer->threads,
-                  "precision", trainer->precision == PRECISION_BF16 ? "bf16" : "fp32", "parameters",
-                  (json_int_t)trainer->stage.n_params, "train_windows", (json_int_t)trainer->data.train.n_windows,
-                  "steps", (json_int_t)trainer->n_steps, "warmup", (json_int_t)trainer->warmup, "seq", trainer->T,
-                  "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config",
-                  config_to_json(&trainer->stage.config, "float32"));
+    json_t *line = json_pack(
+        "{s:s, s:s, s:s, s:s, s:i, s:s, s:I, s:I, s:I, s:I, s:i, s:o, s:o}", "type", kind, "meshtune", MESHTUNE_VERSION,
+        "onednn", library, "compiler", __VERSION__, "threads", trainer->threads, "precision",
+        trainer->precision == PRECISION_BF16 ? "bf16" : "fp32", "parameters", (json_int_t)trainer->n_params,
+        "train_windows", (json_int_t)trainer->data.train.n_windows, "steps", (json_int_t)trainer->n_steps, "warmup",
+        (json_int_t)trainer->warmup, "seq", trainer->T, "options",
+        cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config", config_to_json(&trainer->config, "float32"));
     run_append(&trainer->run, line);
 }
 
@@ -1124,34 +2099,226 @@ static json_t *data_hash(const Trainer *trainer) {
     return json_string(text);
 }
 
-// What run.json of a checkpoint says.
-static json_t *progress_to_json(const Trainer *trainer) {
-    const Progress *p = &trainer->progress;
-    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION, "step",
-                     (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
-                     "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
-                     isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", data_hash(trainer),
-                     "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
-}
-
-static int stage_is_finite(const Stage *stage, Stream *stream) {
+static int model_is_finite(const Stage *model, Stream *stream) {
     double sum = 0.0;
-    for (int i = 0; i < stage->n_tensors; i++)
-        sum += sum_of_squares(stage->params + stage->tensors[i].offset, stage->tensors[i].n, stream);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            sum += sum_of_squares(stage->params + stage->tensors[i].offset, stage->tensors[i].n, stream);
     return isfinite(sum);
 }
 
-// Saves step_N: model.bin (fp32, usable with -m), optimizer.bin (both moments), run.json. A weight that is not a number
-// is never saved. On failure what was whole before is still whole.
+static int mesh_is_finite(const Mesh *mesh, Stream *stream) {
+    int finite = 1;
+    for (int r = 0; r < mesh->n_replicas && finite; r++) finite = model_is_finite(mesh_model(mesh, r), stream);
+    return finite;
+}
+
+// What a replica's state file holds beside the model file: local parameters where the model file has the merged ones,
+// moments, and the state of outer steps. Returns how many arenas.
+static int replica_arenas(const Stage *model, int replica, Arena *arenas, const char **prefixes) {
+    static const struct {
+        Arena arena;
+        const char *prefix;
+        int of_meeting;
+    } all[] = {{ARENA_PARAMS, "p.", 0},       {ARENA_M, "m.", 0},         {ARENA_V, "v.", 0},
+               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_ERROR, "error.", 1},
+               {ARENA_PENDING, "pending.", 1}};
+    int n = 0;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (all[i].of_meeting && !model->meets) continue;
+        if (all[i].arena == ARENA_PARAMS && !model->meets && replica == 0) continue; // model.bin has them
+        arenas[n] = all[i].arena, prefixes[n++] = all[i].prefix;
+    }
+    return n;
+}
+
+static void replica_file(char *name, size_t size, int replica) {
+    if (replica == 0)
+        snprintf(name, size, "optimizer.bin");
+    else
+        snprintf(name, size, "optimizer_%d.bin", replica);
+}
+
+// Floats of a cell's PowerSGD warm starts.
+static int64_t cell_powersgd_floats(const Trainer *trainer, const Cell *cell) {
+    return cell->powersgd_q == NULL ? 0 : powersgd_offset(&cell->stage, cell->stage.n_tensors, trainer->outer.rank);
+}
+
+// Writes a replica's state: its arenas, and for each stage the warm starts as one row.
+static int replica_save(const Trainer *trainer, const char *folder, int replica) {
+    char path[PATH_MAX], name[64];
+    Arena arenas[8];
+    const char *prefixes[8];
+    const Mesh *mesh = &trainer->mesh;
+    const Stage *model = mesh_model(mesh, replica);
+    SafeTensorsWriter writer;
+    int n = replica_arenas(model, replica, arenas, prefixes);
+    replica_file(name, sizeof name, replica);
+    if (path_join(path, folder, name) || safetensors_writer_init(&writer, NULL)) return -1;
+    for (int begun = 0; begun < 2; begun++) {
+        for (int a = 0; a < n; a++)
+            if (model_put_arena(&writer, begun, model, arenas[a], prefixes[a], DTYPE_F32)) return -1;
+        for (int s = 0; s < mesh->n_stages; s++) {
+            const Cell *cell = mesh_cell(mesh, replica, s);
+            int64_t floats = cell_powersgd_floats(trainer, cell);
+            snprintf(name, sizeof name, "powersgd.%d", s);
+            if (floats == 0) continue;
+            if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
+            if (begun) safetensors_append(&writer, cell->powersgd_q, floats, DTYPE_F32);
+        }
+        if (!begun && safetensors_begin(&writer, path)) return -1;
+    }
+    return file_writer_close(&writer.file);
+}
+
+// The tensor of a state file, n elements of fp32; NULL with an error message.
+static const SafeTensor *state_tensor(const SafeTensors *file, const char *name, int64_t n) {
+    const SafeTensor *tensor = safetensors_find(file, name);
+    if (tensor != NULL && tensor->dtype == DTYPE_F32 && safetensor_count(tensor) == n) return tensor;
+    error_set("%s: tensor %s is missing or of another shape", file->path, name);
+    return NULL;
+}
+
+static int replica_load(Trainer *trainer, const char *folder, int replica) {
+    char path[PATH_MAX], name[128];
+    Arena arenas[8];
+    const char *prefixes[8];
+    Mesh *mesh = &trainer->mesh;
+    SafeTensors file;
+    int n = replica_arenas(mesh_model(mesh, replica), replica, arenas, prefixes), result = 0;
+    replica_file(name, sizeof name, replica);
+    if (path_join(path, folder, name) || safetensors_open(&file, path)) return -1;
+    for (int s = 0; s < mesh->n_stages && result == 0; s++) {
+        Cell *cell = mesh_cell(mesh, replica, s);
+        Stage *stage = &cell->stage;
+        for (int a = 0; a < n && result == 0; a++) {
+            for (int i = 0; i < stage->n_tensors && result == 0; i++) {
+                snprintf(name, sizeof name, "%s%s", prefixes[a], stage->tensors[i].name);
+                const SafeTensor *tensor = state_tensor(&file, name, stage->tensors[i].n);
+                result = tensor == NULL
+                             ? -1
+                             : stage_read_tensor(stage, stage_arena(stage, arenas[a]), &stage->tensors[i], tensor, 0);
+            }
+        }
+        int64_t floats = cell_powersgd_floats(trainer, cell);
+        snprintf(name, sizeof name, "powersgd.%d", s);
+        if (result != 0 || floats == 0) continue;
+        const SafeTensor *tensor = state_tensor(&file, name, floats);
+        result = tensor == NULL ? -1 : safetensor_read(cell->powersgd_q, tensor, 0, floats);
+    }
+    safetensors_close(&file);
+    return result;
+}
+
+// The anchor's state: momentum and both sets of factors. The pass at work is finished first, so that the file and what
+// run.json says of it fit together; the factors wait in their set as they would in memory.
+static int anchor_save(Trainer *trainer, const char *folder) {
+    static const Arena momentum = ARENA_M;
+    char path[PATH_MAX], name[32];
+    Anchor *anchor = &trainer->anchor;
+    SafeTensorsWriter writer;
+    if (path_join(path, folder, "anchor.bin") || safetensors_writer_init(&writer, NULL)) return -1;
+    for (int begun = 0; begun < 2; begun++) {
+        if (model_put_arena(&writer, begun, &anchor->stage, momentum, "m.", DTYPE_F32)) return -1;
+        for (int i = 0; i < 2; i++) {
+            FactorSet *set = &anchor->sets[i];
+            snprintf(name, sizeof name, "factors.%d", i);
+            if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &set->n_floats, 1)) return -1;
+            if (begun) safetensors_append(&writer, set->memory, set->n_floats, DTYPE_F32);
+        }
+        if (!begun && safetensors_begin(&writer, path)) return -1;
+    }
+    return file_writer_close(&writer.file);
+}
+
+static json_t *anchor_to_json(const Anchor *anchor) {
+    return json_pack("{s:b, s:b, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f}", "ready", anchor->state == ANCHOR_READY,
+                     "useless", anchor->useless, "front", anchor->front, "deliveries", anchor->deliveries, "launched",
+                     (json_int_t)anchor->launched, "delivered", (json_int_t)anchor->delivered, "samples",
+                     (json_int_t)anchor->samples, "passes", (json_int_t)anchor->passes, "sent_bytes",
+                     (json_int_t)anchor->sent_bytes, "launched_at", anchor->launched_at, "seconds", anchor->seconds);
+}
+
+static int anchor_load(Trainer *trainer, const char *folder, const json_t *state) {
+    char path[PATH_MAX], name[128];
+    Anchor *anchor = &trainer->anchor;
+    const json_t *saved = json_object_get(state, "anchor");
+    SafeTensors file;
+    int result = 0;
+    if (!json_is_object(saved)) return error_set("--resume: the run had no anchor; start a new run, or use --anchor 0");
+    anchor->front = json_integer_value(json_object_get(saved, "front")) == 1;
+    anchor->deliveries = (int)json_integer_value(json_object_get(saved, "deliveries"));
+    anchor->launched = json_integer_value(json_object_get(saved, "launched"));
+    anchor->delivered = json_integer_value(json_object_get(saved, "delivered"));
+    anchor->samples = json_integer_value(json_object_get(saved, "samples"));
+    anchor->passes = json_integer_value(json_object_get(saved, "passes"));
+    anchor->sent_bytes = json_integer_value(json_object_get(saved, "sent_bytes"));
+    anchor->launched_at = json_number_value(json_object_get(saved, "launched_at"));
+    anchor->seconds = json_number_value(json_object_get(saved, "seconds"));
+    anchor->useless = json_is_true(json_object_get(saved, "useless"));
+    if (path_join(path, folder, "anchor.bin") || safetensors_open(&file, path)) return -1;
+    for (int i = 0; i < anchor->stage.n_tensors && result == 0; i++) {
+        snprintf(name, sizeof name, "m.%s", anchor->stage.tensors[i].name);
+        const SafeTensor *tensor = state_tensor(&file, name, anchor->stage.tensors[i].n);
+        result = tensor == NULL
+                     ? -1
+                     : stage_read_tensor(&anchor->stage, anchor->stage.m, &anchor->stage.tensors[i], tensor, 0);
+    }
+    for (int i = 0; i < 2 && result == 0; i++) {
+        snprintf(name, sizeof name, "factors.%d", i);
+        const SafeTensor *tensor = state_tensor(&file, name, anchor->sets[i].n_floats);
+        result = tensor == NULL ? -1 : safetensor_read(anchor->sets[i].memory, tensor, 0, anchor->sets[i].n_floats);
+    }
+    safetensors_close(&file);
+    if (result == 0 && json_is_true(json_object_get(saved, "ready"))) anchor->state = ANCHOR_READY;
+    return result;
+}
+
+// The weights a run gives: merged ones where replicas meet.
+static Arena result_arena(const Trainer *trainer) {
+    return mesh_model(&trainer->mesh, 0)->meets ? ARENA_GLOBAL : ARENA_PARAMS;
+}
+
+// What a cell has sent and its simulated time, for run.json.
+static json_t *cell_to_json(const Cell *cell) {
+    const int64_t *total = cell->total.bytes;
+    return json_pack("{s:[I,I,I,I], s:f, s:f, s:f}", "sent", (json_int_t)total[0], (json_int_t)total[1],
+                     (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now, "uplink_free",
+                     cell->clock.uplink_free, "merge_at", cell->merge_at);
+}
+
+static void cell_from_json(Cell *cell, const json_t *saved) {
+    const json_t *sent = json_object_get(saved, "sent");
+    for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
+    cell->clock.now = json_number_value(json_object_get(saved, "now"));
+    cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
+    cell->merge_at = json_number_value(json_object_get(saved, "merge_at"));
+}
+
+// What run.json of a checkpoint says.
+static json_t *progress_to_json(const Trainer *trainer) {
+    const Progress *p = &trainer->progress;
+    json_t *clocks = json_array();
+    for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
+        json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i]));
+    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION, "step",
+                     (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
+                     "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
+                     isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", data_hash(trainer),
+                     "cells", clocks, "anchor", trainer->anchored ? anchor_to_json(&trainer->anchor) : json_null(),
+                     "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
+}
+
+// Saves step_N: model.bin (fp32, usable with -m), a state file for every replica and the anchor, run.json. A weight
+// that is not a number is never saved. On failure what was whole before is still whole.
 static int run_save(Trainer *trainer) {
     char folder[PATH_MAX], path[PATH_MAX];
-    const Stage *stage = &trainer->stage;
+    Mesh *mesh = &trainer->mesh;
     Run *run = &trainer->run;
     int64_t step = trainer->progress.step;
-    float *const moments[2] = {stage->m, stage->v};
-    const char *const prefixes[2] = {"m.", "v."};
     if (run->saved_step == step) return 0;
-    if (!stage_is_finite(stage, trainer->stream))
+    if (trainer->anchored) anchor_state(&trainer->anchor, 1);
+    if (!mesh_is_finite(mesh, trainer->stream))
         return error_set("step %lld: a weight is not finite; not saved", (long long)step);
     json_t *json = progress_to_json(trainer);
     char *text = json != NULL ? json_dumps(json, JSON_INDENT(1)) : NULL;
@@ -1159,9 +2326,10 @@ static int run_save(Trainer *trainer) {
     if (text == NULL) return error_set("out of memory for run.json");
     int result = checkpoint_begin(folder, run->path, step);
     if (result == 0) result = path_join(path, folder, "model.bin");
-    if (result == 0) result = stage_save_native(stage, path, DTYPE_F32);
-    if (result == 0) result = path_join(path, folder, "optimizer.bin");
-    if (result == 0) result = stage_write_arenas(stage, path, NULL, DTYPE_F32, 2, moments, prefixes);
+    if (result == 0)
+        result = model_save_native(mesh_model(mesh, 0), result_arena(trainer), trainer->side_files, path, DTYPE_F32);
+    for (int r = 0; r < mesh->n_replicas && result == 0; r++) result = replica_save(trainer, folder, r);
+    if (result == 0 && trainer->anchored) result = anchor_save(trainer, folder);
     if (result == 0) result = path_join(path, folder, "run.json");
     if (result == 0) result = file_write_text(path, text);
     free(text);
@@ -1183,9 +2351,9 @@ static int run_save(Trainer *trainer) {
 static int run_save_best(Trainer *trainer) {
     char path[PATH_MAX];
     if (path_join(path, trainer->run.path, "best.bin")) return -1;
-    if (!stage_is_finite(&trainer->stage, trainer->stream))
-        return error_set("a weight is not finite; %s not saved", path);
-    return stage_save_native(&trainer->stage, path, DTYPE_F32);
+    const Stage *model = mesh_model(&trainer->mesh, 0);
+    if (!model_is_finite(model, trainer->stream)) return error_set("a weight is not finite; %s not saved", path);
+    return model_save_native(model, ARENA_PARAMS, trainer->side_files, path, DTYPE_F32);
 }
 
 // Reads the state to go on from: run.json of the latest checkpoint or, if the run ended before its first, the start
@@ -1240,11 +2408,10 @@ static int resume_settings(Trainer *trainer, json_t **state) {
 
 // Position and moments from the checkpoint whose weights are loaded.
 static int resume_state(Trainer *trainer, const json_t *state) {
-    char folder[PATH_MAX], path[PATH_MAX], name[128];
+    char folder[PATH_MAX];
     Progress *p = &trainer->progress;
-    Stage *stage = &trainer->stage;
-    SafeTensors file;
-    int result = 0;
+    Mesh *mesh = &trainer->mesh;
+    const json_t *cells = json_object_get(state, "cells");
     const struct {
         const char *name;
         int64_t *field;
@@ -1264,22 +2431,16 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     if (!same_data)
         return error_set("--resume: the data differ from the run's; to train on other data start a new run with -m %s",
                          trainer->run.path);
-    if (checkpoint_path(folder, trainer->run.path, p->step, "") || path_join(path, folder, "optimizer.bin")) return -1;
-    if (safetensors_open(&file, path)) return -1;
-    for (int a = 0; a < 2 && result == 0; a++) {
-        float *arena = a == 0 ? stage->m : stage->v;
-        for (int i = 0; i < stage->n_tensors && result == 0; i++) {
-            snprintf(name, sizeof name, "%s%s", a == 0 ? "m." : "v.", stage->tensors[i].name);
-            const SafeTensor *tensor = safetensors_find(&file, name);
-            if (tensor == NULL || tensor->dtype != DTYPE_F32 || safetensor_count(tensor) != stage->tensors[i].n)
-                result = error_set("%s: tensor %s is missing or of another shape", path, name);
-            else
-                result = stage_read_tensor(stage, arena, &stage->tensors[i], tensor, 0);
-        }
-    }
-    safetensors_close(&file);
+    if (json_array_size(cells) != (size_t)(mesh->n_replicas * mesh->n_stages))
+        return error_set("--resume: the run had %zu cells, now there are %d", json_array_size(cells),
+                         mesh->n_replicas * mesh->n_stages);
+    for (size_t i = 0; i < json_array_size(cells); i++) cell_from_json(&mesh->cells[i], json_array_get(cells, i));
+    if (checkpoint_path(folder, trainer->run.path, p->step, "")) return -1;
+    for (int r = 0; r < mesh->n_replicas; r++)
+        if (replica_load(trainer, folder, r)) return -1;
+    if (trainer->anchored && anchor_load(trainer, folder, state)) return -1;
     trainer->run.saved_step = p->step;
-    return result;
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1291,77 +2452,334 @@ static void print_count(const char *label, double value, const char *unit) {
     printf("  %-28s %10.2f%s%s\n", label, value / divisor, scale, unit);
 }
 
-static void print_plan(const Trainer *trainer) {
-    const Stage *stage = &trainer->stage;
-    const Config *c = &stage->config;
+static void bytes_add(StageBytes *sum, const StageBytes *more) {
+    sum->params += more->params, sum->rounded += more->rounded, sum->grads += more->grads;
+    sum->moments += more->moments, sum->outer += more->outer, sum->acts += more->acts;
+    sum->scratch = larger(sum->scratch, more->scratch); // cells take turns
+}
+
+// What all cells of this process take, and the anchor apart.
+static void mesh_bytes(const Trainer *trainer, StageBytes *cells, int64_t *anchor) {
+    const Mesh *mesh = &trainer->mesh;
+    Stage whole;
+    memset(cells, 0, sizeof *cells);
+    *anchor = 0;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        StageBytes bytes = stage_bytes(&mesh->cells[i].stage, trainer->precision, trainer->threads);
+        bytes_add(cells, &bytes);
+    }
+    if (!trainer->anchored) return;
+    if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
+        whole.n_moments = 1;
+        if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
+            StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
+            *anchor = stage_bytes_sum(&bytes);
+        }
+    }
+    stage_free(&whole);
+}
+
+// 0, or -1 if this machine cannot hold the mesh.
+static int mesh_fits(const Trainer *trainer) {
+    StageBytes cells;
+    int64_t anchor, memory = memory_limit();
+    mesh_bytes(trainer, &cells, &anchor);
+    int64_t needed = stage_bytes_sum(&cells) + anchor;
+    if (needed <= memory) return 0;
+    return error_set(
+        "%.1f GB are needed (parameters and optimizer %.1f, activations %.1f, anchor %.1f), the machine has "
+        "%.1f%s",
+        1e-9 * (double)needed,
+        1e-9 * (double)(cells.params + cells.rounded + cells.grads + cells.moments + cells.outer),
+        1e-9 * (double)(cells.acts + cells.scratch), 1e-9 * (double)anchor, 1e-9 * (double)memory,
+        mesh_model(&trainer->mesh, 0)->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
+}
+
+// The mesh in words.
+static void print_mesh(const Trainer *trainer) {
+    static const char *const meetings[] = {"never meeting", "outer steps", "every gradient averaged"};
+    const Mesh *mesh = &trainer->mesh;
     const Options *opts = &trainer->opts;
-    StageBytes bytes = stage_bytes(stage, trainer->precision, trainer->threads);
-    int64_t epoch = trainer->data.train.n_windows;
+    int C = trainer->config.channels;
+    printf("mesh: %d fast replica%s of %d stages, %d of %d values a boundary and token (%s)", mesh->n_replicas,
+           mesh->n_replicas > 1 ? "s" : "", mesh->n_stages, mask_kept(opts->mask_rate, C), C,
+           opts->wire == WIRE_BF16 ? "bf16" : "fp32");
+    if (mesh->n_replicas > 1) printf(", %s", meetings[trainer->dp]);
+    if (trainer->dp == MESH_DP_DILOCO)
+        printf(" (every %d steps, %d fragments, rank %d)", trainer->outer.local_steps, trainer->outer.n_fragments,
+               trainer->outer.rank);
+    printf("\n");
+    if (trainer->anchored)
+        printf("      anchor: rank %d, delay %s, momentum %g, alpha %g, tau %g%s\n", trainer->anchor.rank,
+               opts->anchor_delay, (double)opts->anchor_beta, (double)opts->alpha, (double)opts->tau,
+               opts->tau_relative ? " of the largest singular value" : "");
+    for (int s = 0; s < mesh->n_stages && mesh->n_stages > 1; s++) {
+        const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        printf("      stage %d: layers %d..%d%s%s, %lld parameters, %d micro-batches in flight\n", s,
+               stage->first_layer, stage->first_layer + stage->n_layers - 1, stage->has_embed ? ", embedding" : "",
+               stage->has_head ? ", head" : "", (long long)stage->n_params, stage->slots);
+    }
+}
+
+static void print_plan(const Trainer *trainer) {
+    const Config *c = &trainer->config;
+    const Options *opts = &trainer->opts;
+    const Mesh *mesh = &trainer->mesh;
+    int training = mesh_model(mesh, 0)->training;
+    StageBytes bytes;
+    int64_t epoch = trainer->data.train.n_windows, anchor;
     char schedule[32];
+    mesh_bytes(trainer, &bytes, &anchor);
     printf("model: %d layers, d %d, heads %d/%d of %d, ffn %d, vocabulary %d, context %d, %s head\n", c->n_layers,
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
-    print_count("parameters", (double)stage->n_params, "");
+    print_count("parameters", (double)trainer->n_params, "");
     printf("memory:\n");
     print_count("parameters (fp32)", (double)bytes.params, "B");
     if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
-    if (stage->training) {
+    if (training) {
         print_count("gradients (fp32)", (double)bytes.grads, "B");
         print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");
     }
-    print_count(stage->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
+    if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
+    print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
     print_count("scratch of the ops", (double)bytes.scratch, "B");
-    print_count("in all", (double)stage_bytes_sum(&bytes), "B");
+    if (anchor > 0) print_count("anchor", (double)anchor, "B");
+    print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor), "B");
     print_count("this machine has", (double)memory_limit(), "B");
-    if (!stage->training) return;
+    if (!training) return;
     cli_choice_name(schedule, sizeof schedule, lr_shapes, opts->schedule_lr);
     printf("run: %lld steps of %d x %d tokens in micro-batches of %d, %.2f epochs of %lld windows\n",
-           (long long)trainer->n_steps, opts->batch, trainer->T, trainer->B,
-           epoch > 0 ? (double)trainer->n_steps * opts->batch / (double)epoch : 0.0, (long long)epoch);
+           (long long)trainer->n_steps, opts->batch * mesh->n_replicas, trainer->T, trainer->B,
+           epoch > 0 ? (double)trainer->n_steps * opts->batch * mesh->n_replicas / (double)epoch : 0.0,
+           (long long)epoch);
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
+    if (mesh->n_replicas * mesh->n_stages > 1) print_mesh(trainer);
+}
+
+// What the mesh will cost over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90),
+// beside the variants of the method.
+static int print_estimate(const Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    const Mesh *mesh = &trainer->mesh;
+    MeshPlan plan;
+    int64_t rows = (int64_t)trainer->B * trainer->T;
+    memset(&plan, 0, sizeof plan);
+    plan.config = trainer->config;
+    plan.replicas = mesh->n_replicas + trainer->anchored, plan.stages = mesh->n_stages;
+    plan.batch = opts->batch, plan.T = trainer->T, plan.micro_batch = trainer->B, plan.recompute = opts->recompute;
+    plan.logits_floats = (int64_t)logits_chunk(&trainer->config, rows) * trainer->config.vocab;
+    plan.mask_rate = opts->mask_rate, plan.anchor = trainer->anchored, plan.anchor_rank = trainer->anchor.rank;
+    plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
+    plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
+    plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
+    plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
+    plan.link_ms = (double)opts->link_ms;
+    plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
+    return mesh_estimate_print(stdout, &plan);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
-// Fills the batch with the next sequences of the data's order.
-static void next_batch(Trainer *trainer, Batch *batch) {
+// Fills every replica's batch with the next sequences of the data's order.
+static void next_batches(Trainer *trainer, Batch *batches) {
     const Split *train = &trainer->data.train;
-    batch->n_valid = 0;
-    for (int b = 0; b < batch->b; b++) {
-        size_t at = (size_t)b * (size_t)batch->T;
-        int64_t window = split_order(train, trainer->progress.samples + b, (uint64_t)trainer->opts.seed);
-        batch->n_valid += split_read(train, window, batch->T, batch->tokens + at, batch->targets + at);
+    for (int r = 0; r < trainer->mesh.n_replicas; r++) {
+        Batch *batch = &batches[r];
+        batch->n_valid = 0;
+        for (int b = 0; b < batch->b; b++) {
+            size_t at = (size_t)b * (size_t)batch->T;
+            int64_t window = split_order(train, trainer->progress.samples + b, (uint64_t)trainer->opts.seed);
+            batch->n_valid += split_read(train, window, batch->T, batch->tokens + at, batch->targets + at);
+        }
+        trainer->progress.samples += batch->b;
+        trainer->progress.tokens += (int64_t)batch->b * batch->T;
     }
-    trainer->progress.samples += batch->b;
-    trainer->progress.tokens += (int64_t)batch->b * batch->T;
 }
 
 // What one step did.
 typedef struct {
     double loss, grad_norm;
     float lr;
-    int skipped; // loss or gradient was not finite: weights untouched
+    int skipped;   // loss or gradient was not finite: weights untouched
+    int delivered; // the anchor's factors came at this step
+    Sent sent;     // bytes of all cells, and the anchor's
+    double
+        probe[3]; // cosine of the fast gradient with the unmasked one: all, block matrices, filtered; NaN: not probed
 } StepResult;
 
-static int train_step(Trainer *trainer, Batch *batch, StepResult *result, StepTimes *times) {
+// Whose weights the anchor follows: the merged ones, which reach it with every outer step, or those of the first
+// replica, which are sent to it.
+static int anchor_follows(const Trainer *trainer) {
+    return mesh_model(&trainer->mesh, 0)->meets;
+}
+
+// Hands the anchor its next snapshot.
+static void launch_anchor(Trainer *trainer) {
+    Mesh *mesh = &trainer->mesh;
+    int follows = anchor_follows(trainer), size = trainer->anchor.wire == WIRE_BF16 ? 2 : 4;
+    double there = mesh_now(mesh);
+    for (int s = 0; s < mesh->n_stages && !follows; s++) {
+        Cell *cell = mesh_cell(mesh, 0, s);
+        cell->step.bytes[TRAFFIC_ANCHOR] += size * cell->stage.n_params;
+        there = fmax(there, clock_send(&cell->clock, mesh->speed, size * cell->stage.n_params));
+    }
+    trainer->anchor.launched_at = there;
+    anchor_launch(&trainer->anchor, mesh_model(mesh, 0), follows ? ARENA_GLOBAL : ARENA_PARAMS,
+                  !follows && trainer->anchor.wire == WIRE_BF16, trainer->progress.step);
+}
+
+// Books what a delivery sends: the anchor's own unmasked boundaries, and the factors to every replica. In simulated
+// time the pass ran on as many cells as a replica has.
+static void book_anchor(Trainer *trainer, StepResult *result) {
+    const Anchor *anchor = &trainer->anchor;
+    Mesh *mesh = &trainer->mesh;
+    int64_t size = anchor->wire == WIRE_BF16 ? 2 : 4, tokens = (int64_t)anchor->batch * anchor->T, factors = 0;
+    int64_t boundaries = 2 * size * tokens * trainer->config.channels * (mesh->n_stages - 1);
+    for (int s = 0; s < mesh->n_stages; s++)
+        factors += mesh->n_replicas * anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
+    double took = mesh->device_flops > 0.0 ? 3.0 * stage_flops(&anchor->stage, (int)tokens, anchor->T) /
+                                                 (mesh->device_flops * mesh->n_stages)
+                                           : anchor->seconds;
+    Clock sender = {anchor->launched_at + took, 0.0};
+    double ready = clock_send(&sender, mesh->speed, factors / mesh->n_stages);
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) clock_receive(&mesh->cells[i].clock, ready);
+    result->sent.bytes[TRAFFIC_ANCHOR] += boundaries + factors;
+    trainer->anchor.sent_bytes += boundaries + factors;
+}
+
+// Before a step: takes the anchor's factors if they are due, and gives it the next snapshot.
+static int meet_anchor(Trainer *trainer, StepResult *result) {
+    Anchor *anchor = &trainer->anchor;
+    if (anchor->launched >= 0) {
+        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + trainer->anchor_delay;
+        if (trainer->anchor_delay > 0 && !due) return 0;
+        if (anchor_state(anchor, due) == ANCHOR_WORKING) return 0;
+        if (anchor_deliver(anchor)) return -1;
+        result->delivered = !anchor->useless;
+        book_anchor(trainer, result);
+    }
+    launch_anchor(trainer);
+    return 0;
+}
+
+// Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
+typedef struct {
+    float *fast, *whole;
+} Probe;
+
+static int64_t model_floats(const Stage *model) {
+    int64_t floats = 0;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) floats += stage->arena_floats;
+    return floats;
+}
+
+static void model_copy_grads(float *to, const Stage *model) {
+    for (const Stage *stage = model; stage != NULL; to += stage->arena_floats, stage = stage->next)
+        device_copy(to, stage->grads, sizeof(float) * (size_t)stage->arena_floats);
+}
+
+// Cosine between a model's gradients and a copy of others; only_blocks: over block matrices.
+static double model_cosine(const Stage *model, const float *other, int only_blocks) {
+    double dot = 0.0, a2 = 0.0, b2 = 0.0;
+    for (const Stage *stage = model; stage != NULL; other += stage->arena_floats, stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            const float *a = stage->grads + tensor->offset, *b = other + tensor->offset;
+            for (int64_t j = 0; j < tensor->n && (tensor->block || !only_blocks); j++)
+                dot += (double)a[j] * b[j], a2 += (double)a[j] * a[j], b2 += (double)b[j] * b[j];
+        }
+    }
+    return dot / sqrt(a2 * b2);
+}
+
+// The unmasked gradient of the first replica's batch into probe->whole; the fast one is put back.
+static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe, StepResult *result) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
+    Pass pass = {batches, trainer->progress.step, 0, 0, NULL};
+    if (probe->fast == NULL) probe->fast = (float *)device_alloc(n_bytes);
+    if (probe->whole == NULL) probe->whole = (float *)device_alloc(n_bytes);
+    if (probe->fast == NULL || probe->whole == NULL) return -1;
+    model_copy_grads(probe->fast, model);
+    if (mesh_run(&trainer->mesh, 0, 1, &pass)) return -1;
+    model_copy_grads(probe->whole, model);
+    const float *from = probe->fast;
+    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
+        device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats);
+    result->probe[0] = model_cosine(model, probe->whole, 0);
+    result->probe[1] = model_cosine(model, probe->whole, 1);
+    return 0;
+}
+
+// Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. *norm: over the first replica.
+static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
-    next_batch(trainer, batch);
+    int filtered = trainer->anchored && trainer->anchor.deliveries > 0;
+    double squares = 0.0;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Cell *cell = &mesh->cells[i];
+        cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
+        result->skipped |= !isfinite(cell->grad_norm);
+        if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
+    }
+    result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
+    if (result->skipped) return;
+    p->adam_steps++;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        Cell *cell = &mesh->cells[i];
+        double start = seconds();
+        if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
+        stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
+                     trainer->stream);
+        if (mesh->device_flops == 0.0) clock_compute(&cell->clock, seconds() - start);
+    }
+}
+
+static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult *result, StepTimes *times) {
+    const Options *opts = &trainer->opts;
+    Progress *p = &trainer->progress;
+    Mesh *mesh = &trainer->mesh;
+    int n_cells = mesh->n_replicas * mesh->n_stages, probing = opts->probe > 0 && p->step % opts->probe == 0;
+    int64_t valid = 0;
+    double loss = 0.0;
+    memset(result, 0, sizeof *result);
+    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    for (int i = 0; i < n_cells; i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
+    if (trainer->anchored && meet_anchor(trainer, result)) return -1;
+    next_batches(trainer, batches);
     result->lr =
         lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, p->step, trainer->warmup, trainer->n_steps);
-    if (stage_gradients(&trainer->stage, batch, trainer->B, &result->loss, times, trainer->stream)) return -1;
+    for (int r = 0; r < mesh->n_replicas; r++) valid += batches[r].n_valid;
+    for (int i = 0; i < n_cells; i++) {
+        int64_t counted = trainer->dp == MESH_DP_DENSE ? valid : batches[mesh->cells[i].replica].n_valid;
+        mesh->cells[i].grad_scale = counted > 0 ? 1.0f / (float)counted : 0.0f;
+    }
+    Pass pass = {batches, p->step, 1, 1, times};
+    if (mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
+    for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
+    result->loss = valid > 0 ? loss / (double)valid : 0.0;
+    result->skipped = !isfinite(result->loss);
+    if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
+    if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
     double start = seconds();
-    result->grad_norm = stage_grad_norm(&trainer->stage, trainer->stream);
-    result->skipped = !isfinite(result->loss) || !isfinite(result->grad_norm);
-    if (!result->skipped)
-        stage_update(&trainer->stage, adam, result->lr, opts->wd, result->grad_norm, opts->clip, ++p->adam_steps,
-                     trainer->stream);
+    update_cells(trainer, result);
     if (times != NULL) times->optimizer += seconds() - start;
+    if (probing) result->probe[2] = model_cosine(mesh_model(mesh, 0), probe->whole, 1);
     p->step++;
-    return 0;
+    if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
+    for (int i = 0; i < n_cells; i++) {
+        for (int k = 0; k < TRAFFIC_KINDS; k++) {
+            result->sent.bytes[k] += mesh->cells[i].step.bytes[k];
+            mesh->cells[i].total.bytes[k] += mesh->cells[i].step.bytes[k];
+        }
+    }
+    return stream_check(trainer->stream);
 }
 
 // Prints a step: a live line on a terminal, a plain line elsewhere.
@@ -1387,8 +2805,8 @@ static int validate(Trainer *trainer, double *loss) {
     Evaluation eval;
     *loss = (double)NAN;
     if (trainer->data.val.n_windows == 0) return 0;
-    if (evaluate(&trainer->stage, &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens, &eval,
-                 trainer->stream))
+    if (evaluate(mesh_model(&trainer->mesh, 0), &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens, NULL,
+                 NULL, &eval, trainer->stream))
         return -1;
     *loss = eval.loss;
     run_clear_line(&trainer->run);
@@ -1408,7 +2826,8 @@ static int print_sample(Trainer *trainer) {
     static const char prompt[] = "";
     run_clear_line(&trainer->run);
     printf("--- sample at step %lld\n", (long long)trainer->progress.step);
-    int result = generate(&trainer->stage, &trainer->tokenizer, prompt, &trainer->opts, stdout, trainer->stream);
+    int result =
+        generate(mesh_model(&trainer->mesh, 0), &trainer->tokenizer, prompt, &trainer->opts, stdout, trainer->stream);
     printf("\n---\n");
     return result;
 }
@@ -1436,7 +2855,97 @@ static int give_up(Trainer *trainer) {
                      saved_text(&trainer->run, text, sizeof text), reason);
 }
 
-static int train_loop(Trainer *trainer, Batch *batch) {
+static int64_t step_tokens(const Trainer *trainer) {
+    return (int64_t)trainer->mesh.n_replicas * trainer->opts.batch * trainer->T;
+}
+
+// Bytes a cell of the fast circuit sends for a token of its replica, on average over the cells: what one uplink
+// carries.
+static double bytes_per_token(const Trainer *trainer, int64_t n_bytes, int64_t n_tokens) {
+    return n_tokens > 0 ? (double)n_bytes / trainer->mesh.n_stages / (double)n_tokens : 0.0;
+}
+
+static json_t *real_or_null(double value) {
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
+// A step's line in the log. Traffic in bytes: of all cells, and for each cell [forward, backward, dp, anchor].
+static json_t *step_to_json(Trainer *trainer, const StepResult *result, double tok_s) {
+    const Progress *p = &trainer->progress;
+    const Mesh *mesh = &trainer->mesh;
+    const int64_t *sent = result->sent.bytes;
+    json_t *line =
+        json_pack("{s:I, s:o, s:f, s:o, s:I, s:f, s:f}", "step", (json_int_t)p->step, "loss",
+                  real_or_null(result->loss), "lr", (double)result->lr, "grad_norm", real_or_null(result->grad_norm),
+                  "tokens", (json_int_t)p->tokens, "tok_s", tok_s, "elapsed", p->elapsed);
+    if (result->skipped) json_object_set_new(line, "skipped", json_true());
+    if (result->delivered)
+        json_object_set_new(line, "anchor",
+                            json_pack("{s:I, s:f, s:f}", "snapshot", (json_int_t)trainer->anchor.delivered, "loss",
+                                      trainer->anchor.delivered_loss, "seconds", trainer->anchor.delivered_seconds));
+    if (isfinite(result->probe[0]))
+        json_object_set_new(line, "cosine",
+                            json_pack("{s:f, s:f, s:f}", "all", result->probe[0], "blocks", result->probe[1],
+                                      "filtered", result->probe[2]));
+    if (mesh->n_replicas * mesh->n_stages == 1) return line;
+    json_t *cells = json_array();
+    int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        const int64_t *bytes = mesh->cells[i].step.bytes;
+        json_array_append_new(cells, json_pack("[I,I,I,I]", (json_int_t)bytes[0], (json_int_t)bytes[1],
+                                               (json_int_t)bytes[2], (json_int_t)bytes[3]));
+    }
+    json_object_set_new(line, "bytes",
+                        json_pack("{s:I, s:I, s:I, s:I, s:f, s:o}", "forward", (json_int_t)sent[0], "backward",
+                                  (json_int_t)sent[1], "dp", (json_int_t)sent[2], "anchor", (json_int_t)sent[3],
+                                  "per_token", bytes_per_token(trainer, all, step_tokens(trainer)), "cells", cells));
+    double now = mesh_now(mesh);
+    json_object_set_new(line, "sim_elapsed", json_real(now));
+    json_object_set_new(line, "sim_tok_s", json_real(now > 0.0 ? (double)p->tokens / now : 0.0));
+    return line;
+}
+
+// With --probe: held-out loss behind masked boundaries, beside the unmasked one.
+static int probe_validation(Trainer *trainer, json_t *line) {
+    Evaluation eval;
+    MaskedEvaluation masked = {&trainer->mesh, 0};
+    if (trainer->data.val.n_windows == 0 || trainer->mesh.n_stages == 1) return 0;
+    if (evaluate(mesh_model(&trainer->mesh, 0), &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens,
+                 pass_masked, &masked, &eval, trainer->stream))
+        return -1;
+    json_object_set_new(line, "val_loss_masked", real_or_null(eval.loss));
+    return 0;
+}
+
+// What travelled, at the end of a run of several cells.
+static void print_traffic(const Trainer *trainer) {
+    static const char *const names[TRAFFIC_KINDS] = {"forward", "backward", "replicas", "anchor"};
+    const Mesh *mesh = &trainer->mesh;
+    int64_t kinds[TRAFFIC_KINDS] = {0, 0, 0, trainer->anchor.sent_bytes}, all = 0, tokens = trainer->progress.tokens;
+    if (mesh->n_replicas * mesh->n_stages == 1) return;
+    printf("traffic, MB sent    %12s %12s %12s %12s\n", names[0], names[1], names[2], names[3]);
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        const Cell *cell = &mesh->cells[i];
+        printf("  replica %d stage %d ", cell->replica, cell->index);
+        for (int k = 0; k < TRAFFIC_KINDS; k++) {
+            printf(" %12.3f", 1e-6 * (double)cell->total.bytes[k]);
+            kinds[k] += cell->total.bytes[k];
+        }
+        printf("\n");
+    }
+    if (trainer->anchored)
+        printf("  anchor            %12s %12s %12s %12.3f\n", "", "", "", 1e-6 * (double)trainer->anchor.sent_bytes);
+    printf("  bytes a token    ");
+    for (int k = 0; k < TRAFFIC_KINDS; k++) {
+        printf(" %12.1f", bytes_per_token(trainer, kinds[k], tokens));
+        all += kinds[k];
+    }
+    printf("\n  in all %.1f bytes a token and cell; simulated: %.1f s, %.0f tokens/s\n",
+           bytes_per_token(trainer, all, tokens), mesh_now(mesh),
+           mesh_now(mesh) > 0.0 ? (double)tokens / mesh_now(mesh) : 0.0);
+}
+
+static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
     const Options *opts = &trainer->opts;
     Progress *p = &trainer->progress;
     Run *run = &trainer->run;
@@ -1451,11 +2960,11 @@ static int train_loop(Trainer *trainer, Batch *batch) {
     while (p->step < stop && !interrupts) {
         StepResult result;
         double start = seconds();
-        if (train_step(trainer, batch, &result, NULL)) return -1;
+        if (train_step(trainer, batches, probe, &result, NULL)) return -1;
         double took = seconds() - start;
         step_seconds = step_seconds == 0.0 ? took : 0.9 * step_seconds + 0.1 * took;
         p->elapsed += took;
-        double tok_s = (double)batch->b * batch->T / took;
+        double tok_s = (double)step_tokens(trainer) / took;
         print_step(trainer, &result, tok_s, step_seconds);
         skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
         if (result.skipped) {
@@ -1463,14 +2972,14 @@ static int train_loop(Trainer *trainer, Batch *batch) {
             printf("step %lld: loss or gradient is not finite; update skipped (%lld in all)\n", (long long)p->step,
                    (long long)(p->step - p->adam_steps));
         }
-        json_t *line = json_pack("{s:I, s:o, s:f, s:o, s:I, s:f, s:f}", "step", (json_int_t)p->step, "loss",
-                                 isfinite(result.loss) ? json_real(result.loss) : json_null(), "lr", (double)result.lr,
-                                 "grad_norm", isfinite(result.grad_norm) ? json_real(result.grad_norm) : json_null(),
-                                 "tokens", (json_int_t)p->tokens, "tok_s", tok_s, "elapsed", p->elapsed);
-        if (result.skipped) json_object_set_new(line, "skipped", json_true());
+        json_t *line = step_to_json(trainer, &result, tok_s);
+        if (p->step == trainer->n_steps && trainer->dp == MESH_DP_DILOCO &&
+            mesh_outer_finish(&trainer->mesh, &trainer->outer, p->step))
+            return -1;
         if (is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) {
             if (validate(trainer, &val_loss)) return -1;
             if (isfinite(val_loss)) json_object_set_new(line, "val_loss", json_real(val_loss));
+            if (opts->probe > 0 && probe_validation(trainer, line)) return -1;
         }
         run_append(run, line);
         if (skipped_in_a_row == MAX_SKIPPED) return give_up(trainer);
@@ -1485,6 +2994,7 @@ static int train_loop(Trainer *trainer, Batch *batch) {
         memcpy(reason, error_message, sizeof reason);
         return error_set("%.700s; %s", reason, saved_text(run, text, sizeof text));
     }
+    print_traffic(trainer);
     if (p->step < trainer->n_steps)
         printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
                (long long)trainer->n_steps, run->path);
@@ -1497,7 +3007,8 @@ static int train_loop(Trainer *trainer, Batch *batch) {
 // The whole of a training once model and data are loaded.
 static int train(Trainer *trainer, const json_t *resume) {
     Run *run = &trainer->run;
-    Batch batch;
+    Batch *batches = NULL;
+    Probe probe = {NULL, NULL};
     int resumed = json_object_get(resume, "step") != NULL;
     run->terminal = isatty(STDOUT_FILENO), run->saved_step = -1;
     trainer->progress.best_val = (double)INFINITY;
@@ -1517,9 +3028,15 @@ static int train(Trainer *trainer, const json_t *resume) {
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     printf("run: %s\n", run->path);
-    int result = batch_alloc(&batch, trainer->opts.batch, trainer->T);
-    if (result == 0) result = train_loop(trainer, &batch);
-    batch_free(&batch);
+    int n = trainer->mesh.n_replicas, result = 0;
+    batches = (Batch *)calloc((size_t)n, sizeof(Batch));
+    if (batches == NULL) result = error_set("out of memory for batches");
+    for (int r = 0; r < n && result == 0; r++) result = batch_alloc(&batches[r], trainer->opts.batch, trainer->T);
+    if (result == 0) result = train_loop(trainer, batches, &probe);
+    for (int r = 0; r < n && batches != NULL; r++) batch_free(&batches[r]);
+    free(batches);
+    device_free(probe.fast);
+    device_free(probe.whole);
     if (run->log != NULL) fclose(run->log);
     return result;
 }
@@ -1529,25 +3046,25 @@ static int train(Trainer *trainer, const json_t *resume) {
 
 static const char medical_train[] = "data/medical/train.jsonl", medical_val[] = "data/medical/val.jsonl";
 
-// Opens the model and its tokenizer into the stage's table, or makes the table for --init.
+// Opens the model and its tokenizer, or takes the config of --init.
 static int open_model(Trainer *trainer, ModelFile *file) {
     const Options *opts = &trainer->opts;
     memset(file, 0, sizeof *file);
     if (trainer->model_path[0] == '\0') {
-        Config config;
         if (opts->model[0] != '\0' && opts->init[0] != '\0') return error_set("give -m or --init, not both");
         if (opts->model[0] == '\0' && opts->init[0] == '\0')
             return error_set("no model: give -m FILE, or --init for a random one (--help lists everything)");
         if (opts->init[0] != '\0') {
-            if (config_from_spec(&config, opts->init) || stage_table(&trainer->stage, &config)) return -1;
-            trainer->stage.side_files = config.vocab == BYTE_VOCAB ? tokenizer_byte_files() : json_object();
-            tokenizer_open(&trainer->tokenizer, NULL, config.vocab);
-            return trainer->stage.side_files != NULL ? 0 : error_set("out of memory for the tokenizer");
+            if (config_from_spec(&trainer->config, opts->init)) return -1;
+            trainer->side_files = trainer->config.vocab == BYTE_VOCAB ? tokenizer_byte_files() : json_object();
+            tokenizer_open(&trainer->tokenizer, NULL, trainer->config.vocab);
+            return trainer->side_files != NULL ? 0 : error_set("out of memory for the tokenizer");
         }
         snprintf(trainer->model_path, sizeof trainer->model_path, "%s", opts->model);
     }
     if (model_file_open(file, trainer->model_path)) return -1;
-    if (stage_table(&trainer->stage, &file->config) || stage_match(&trainer->stage, file)) return -1;
+    trainer->config = file->config;
+    trainer->side_files = json_incref(file->side_files);
     tokenizer_open(&trainer->tokenizer, json_string_value(json_object_get(file->side_files, "tokenizer.json")),
                    file->config.vocab);
     return 0;
@@ -1581,12 +3098,53 @@ static int open_data(Trainer *trainer) {
 
 enum { MAX_ROWS = 1 << 22 }; // tokens computed at once; counts of rows are ints
 
+// The mesh: how many cells, who is the anchor, how replicas meet.
+static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_stages) {
+    const Options *opts = &trainer->opts;
+    int masked = opts->mask_rate > 0.0f, L = trainer->config.n_layers, X = opts->replicas;
+    char *end;
+    if (X == 0) X = masked ? 2 : 1;
+    *n_stages = opts->stages > 0 ? opts->stages : masked ? (L < 4 ? L : 4) : 1;
+    if (*n_stages > L) return error_set("--stages %d: the model has %d layers", *n_stages, L);
+    trainer->anchored = opts->anchor >= 0 ? opts->anchor : masked && X >= 2;
+    if (trainer->anchored && X < 2) return error_set("--anchor 1 takes the last of at least two replicas; give -x 2");
+    if (trainer->anchored && !masked)
+        return error_set("--anchor 1 without -p: nothing is masked, all replicas are of the fast circuit");
+    trainer->anchor.rank = opts->anchor_rank >= 0 ? opts->anchor_rank : (int)larger(trainer->config.channels / 8, 1);
+    *n_replicas = X - trainer->anchored;
+    trainer->dp = *n_replicas > 1 ? (MeshDp)opts->dp : MESH_DP_NONE;
+    if (!training) *n_replicas = 1, trainer->anchored = 0, trainer->dp = MESH_DP_NONE;
+    if (strcmp(opts->anchor_delay, "auto") != 0) {
+        long delay = strtol(opts->anchor_delay, &end, 10);
+        if (end == opts->anchor_delay || *end != '\0' || delay < 1 || delay > 1000000000)
+            return error_set("--anchor-delay %s: a number of steps from 1 on, or auto", opts->anchor_delay);
+        trainer->anchor_delay = (int)delay;
+    }
+    return 0;
+}
+
+// How replicas meet in outer steps.
+static int decide_outer(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Outer *outer = &trainer->outer;
+    int H = opts->local_steps, untied = trainer->mesh.n_stages > 1;
+    outer->local_steps = H;
+    outer->n_fragments = opts->fragments > 0 ? opts->fragments : H < 4 ? H : 4;
+    outer->overlap = opts->overlap >= 0 ? opts->overlap : H > 1 ? 1 : 0;
+    outer->lr = opts->outer_lr, outer->momentum = opts->outer_momentum, outer->mix = opts->mix;
+    outer->rank = opts->powersgd_rank > 0 ? opts->powersgd_rank : powersgd_auto_rank(&trainer->config, untied, 64.0);
+    if (outer->n_fragments > H)
+        return error_set("--fragments %d: there are only %d steps between outer steps (--local-steps)",
+                         outer->n_fragments, H);
+    if (outer->overlap >= H)
+        return error_set("--overlap %d: it must be less than --local-steps, %d", outer->overlap, H);
+    return 0;
+}
+
 // Settings that were left to the program.
 static int decide(Trainer *trainer) {
     const Options *opts = &trainer->opts;
-    const Config *config = &trainer->stage.config;
-    if (opts->mask_rate != 0.0f || opts->replicas != 1 || opts->stages != 1)
-        return error_set("there is no mesh yet: -p 0, -x 1 and -y 1 are the only values");
+    const Config *config = &trainer->config;
     if (opts->sample_every > 0 && tokenizer_takes_text(&trainer->tokenizer, "--sample-every")) return -1;
     trainer->T = opts->seq > 0 ? opts->seq : config->context < 2048 ? config->context : 2048;
     if (trainer->T > config->context)
@@ -1608,7 +3166,7 @@ static int decide_steps(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     int64_t windows = trainer->data.train.n_windows;
     if (windows == 0) return error_set("the data hold no training tokens");
-    int64_t epochs3 = (3 * windows + opts->batch - 1) / opts->batch;
+    int64_t step = (int64_t)opts->batch * trainer->mesh.n_replicas, epochs3 = (3 * windows + step - 1) / step;
     trainer->n_steps = opts->steps > 0 ? opts->steps : epochs3 > 200 ? epochs3 : 200;
     trainer->warmup = opts->warmup >= 0 ? opts->warmup : (trainer->n_steps * 3 + 99) / 100;
     trainer->val_every = opts->val_every > 0 ? opts->val_every : (trainer->n_steps + 9) / 10;
@@ -1620,19 +3178,23 @@ static int export_model(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     Dtype dtype = opts->export_dtype == 0 ? DTYPE_BF16 : DTYPE_F32;
     int native = ends_with(opts->export_to, ".bin");
-    if (native ? stage_save_native(&trainer->stage, opts->export_to, dtype)
-               : stage_save_folder(&trainer->stage, opts->export_to, dtype))
+    const Stage *model = mesh_model(&trainer->mesh, 0);
+    if (native ? model_save_native(model, ARENA_PARAMS, trainer->side_files, opts->export_to, dtype)
+               : model_save_folder(model, trainer->side_files, opts->export_to, dtype))
         return -1;
-    printf("exported %lld parameters as %s to %s\n", (long long)trainer->stage.n_params, dtype_name(dtype),
-           opts->export_to);
+    printf("exported %lld parameters as %s to %s\n", (long long)trainer->n_params, dtype_name(dtype), opts->export_to);
     return 0;
 }
 
 static int print_evaluation(Trainer *trainer) {
     Evaluation eval;
     if (trainer->data.val.n_windows == 0) return error_set("--eval: there is no held-out data");
-    if (evaluate(&trainer->stage, &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens, &eval,
-                 trainer->stream))
+    MaskedEvaluation masked = {&trainer->mesh, 0};
+    int is_masked = trainer->opts.eval_masked;
+    if (is_masked && (trainer->mesh.n_stages == 1 || trainer->opts.mask_rate == 0.0f))
+        return error_set("--eval-masked: there is no masked boundary; give -p and -y");
+    if (evaluate(mesh_model(&trainer->mesh, 0), &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens,
+                 is_masked ? pass_masked : NULL, &masked, &eval, trainer->stream))
         return -1;
     if (!isfinite(eval.loss)) return error_set("--eval: the loss is not finite; see --check-weights");
     printf("validation loss %.6f over %lld targets", eval.loss, (long long)eval.n_targets);
@@ -1660,7 +3222,7 @@ static int choose_action(const Trainer *trainer, Action *action) {
 // Sequences and tokens the stage is made for.
 static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
     int64_t wanted = (int64_t)strlen(trainer->opts.generate) + 1 + trainer->opts.max_tokens;
-    int context = trainer->stage.config.context;
+    int context = trainer->config.context;
     *B = action == ACTION_TRAIN || action == ACTION_EVAL ? trainer->B : 1;
     *T = action == ACTION_EXPORT     ? 1
          : action != ACTION_GENERATE ? trainer->T
@@ -1671,30 +3233,70 @@ static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
 static int print_generation(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     printf("%s", opts->generate);
-    int result = generate(&trainer->stage, &trainer->tokenizer, opts->generate, opts, stdout, trainer->stream);
+    int result =
+        generate(mesh_model(&trainer->mesh, 0), &trainer->tokenizer, opts->generate, opts, stdout, trainer->stream);
     printf("\n");
     return result;
 }
 
 // Opens model and data, decides what is left open, and counts the memory; no large allocation yet.
 static int prepare(Trainer *trainer, ModelFile *file, Action action) {
-    int B, T;
+    int B, T, n_replicas = 1, n_stages = 1, training = action == ACTION_TRAIN;
+    const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
     if (open_model(trainer, file) || decide(trainer)) return -1;
-    if ((action == ACTION_TRAIN || action == ACTION_EVAL) && open_data(trainer)) return -1;
-    if (action == ACTION_TRAIN && decide_steps(trainer)) return -1;
+    if (decide_mesh(trainer, training, &n_replicas, &n_stages)) return -1;
+    // without training only a masked evaluation has boundaries
+    if (!training && !(action == ACTION_EVAL && opts->eval_masked)) n_stages = 1;
+    if (mesh_table(mesh, &trainer->config, n_replicas, n_stages, trainer->T)) return -1;
+    trainer->config = mesh_model(mesh, 0)->config;
+    for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
+        trainer->n_params += stage->n_params;
+    if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
+    if (decide_outer(trainer)) return -1;
+    if ((training || action == ACTION_EVAL) && open_data(trainer)) return -1;
+    if (training && decide_steps(trainer)) return -1;
     decide_size(trainer, action, &B, &T);
-    if (stage_plan(&trainer->stage, B, T, action == ACTION_TRAIN, trainer->opts.recompute)) return -1;
-    if (action == ACTION_TRAIN || trainer->opts.dry_run) print_plan(trainer);
+    codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
+               (uint64_t)opts->seed);
+    mesh->speed.bytes_per_second = (double)opts->link_mbps * 1e6 / 8.0,
+    mesh->speed.latency = (double)opts->link_ms * 1e-3;
+    mesh->device_flops = (double)opts->device_tflops * 1e12;
+    if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
+    if (training || opts->dry_run) print_plan(trainer);
     return 0;
+}
+
+// The anchor's settings, memory and thread.
+static int start_anchor(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Anchor *anchor = &trainer->anchor;
+    anchor->data = &trainer->data;
+    anchor->batch = opts->anchor_batch > 0 ? opts->anchor_batch : opts->batch;
+    anchor->micro_batch = trainer->B < anchor->batch ? trainer->B : anchor->batch, anchor->T = trainer->T;
+    anchor->debias = opts->anchor_debias, anchor->precision = trainer->precision;
+    anchor->threads = opts->anchor_threads > 0 ? opts->anchor_threads : (trainer->threads + 1) / 2;
+    anchor->seed = (uint64_t)opts->seed, anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
+    anchor->tau_relative = opts->tau_relative, anchor->wire = (Wire)opts->wire;
+    return anchor_start(anchor, &trainer->config, opts->recompute);
 }
 
 // Memory and weights.
 static int load(Trainer *trainer, ModelFile *file) {
+    Mesh *mesh = &trainer->mesh;
+    Stage *model = mesh_model(mesh, 0);
+    uint64_t seed = (uint64_t)trainer->opts.seed;
+    if (mesh_fits(trainer)) return -1;
     if (stream_create(&trainer->stream, trainer->precision, trainer->threads)) return -1;
-    if (stage_alloc(&trainer->stage, trainer->stream)) return -1;
-    if (file->n_shards > 0) return stage_load(&trainer->stage, file, trainer->opts.check_weights);
-    stage_init(&trainer->stage, (uint64_t)trainer->opts.seed);
-    return 0;
+    if (mesh_alloc(mesh, trainer->stream)) return -1;
+    if (file->n_shards > 0) {
+        if (model_load(model, file, trainer->opts.check_weights)) return -1;
+    } else {
+        for (Stage *stage = model; stage != NULL; stage = stage->next) stage_init(stage, seed);
+    }
+    mesh_spread(mesh);
+    if (mesh_meet(mesh, &trainer->outer, seed)) return -1;
+    return trainer->anchored ? start_anchor(trainer) : 0;
 }
 
 // Does what the command line asks for.
@@ -1708,7 +3310,8 @@ static int run_program(Trainer *trainer) {
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
     if (result == 0) result = prepare(trainer, &file, action);
     if (result == 0 && trainer->opts.dry_run) {
-        result = stage_fits(&trainer->stage, trainer->precision, trainer->threads);
+        result = trainer->mesh.n_replicas * trainer->mesh.n_stages > 1 ? print_estimate(trainer) : 0;
+        if (result == 0) result = mesh_fits(trainer);
     } else if (result == 0) {
         result = load(trainer, &file);
         model_file_close(&file);
@@ -1744,7 +3347,9 @@ static int program(int argc, char **argv) {
         fprintf(stderr, "train: %s\n", error_message);
         result = 1;
     }
-    stage_free(&trainer.stage);
+    anchor_stop(&trainer.anchor);
+    mesh_free(&trainer.mesh);
+    json_decref(trainer.side_files);
     dataset_close(&trainer.data);
     stream_destroy(trainer.stream);
     return result;

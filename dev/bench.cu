@@ -59,7 +59,7 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
     double took[MAX_STEPS], peaks[2 * MAX_STEPS], loss, norm = 0.0;
     AdamW adam = {0.9f, 0.999f, 1e-8f};
     int n_peaks = 0;
-    if (config_from_spec(&config, spec) || stage_table(&stage, &config) ||
+    if (config_from_spec(&config, spec) || stage_table(&stage, &config, 0, config.n_layers) ||
         stream_create(&stream, precision, omp_get_num_procs()) || batch_alloc(&data, batch, T) ||
         stage_plan(&stage, micro_batch, T, 1, 0) || stage_alloc(&stage, stream))
         return -1;
