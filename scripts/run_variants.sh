@@ -1,0 +1,17 @@
+#!/bin/sh
+# The method's variants on the base model and the medical definitions, with the same tokens: two fast replicas each, and
+# the anchor as a third where it is on. About 2 minutes a run on two cores. STEPS, LR and TAG as in scripts/study.sh.
+cd "$(dirname "$0")/.."
+study=variants
+. scripts/study.sh
+study_run Dense -x 2 --dp dense
+study_run +DP -x 2
+study_run M90 -p 0.90 -x 2 --anchor 0
+study_run M95 -p 0.95 -x 2 --anchor 0
+study_run M90+AP -p 0.90 -x 3
+study_run M95+AP -p 0.95 -x 3
+study_run M95+AP-rel -p 0.95 -x 3 --tau-relative --tau 0.05
+study_run M95-inverse -p 0.95 -x 2 --anchor 0 --mask-scale inverse
+study_run M95-sqrt -p 0.95 -x 2 --anchor 0 --mask-scale sqrt
+study_run M50 -p 0.5 -x 2 --anchor 0
+study_table
