@@ -3620,6 +3620,9 @@ static void test_codec(void) {
         check_error(codec_encode(&codec, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0, "mask: ", "encode");
         check_error(codec_decode(&codec, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
     }
+    CodecContext whole = {4096, 0, 5000, 0, 0}; // nothing is masked, so nothing names a mask
+    check(codec_encode(&codec, &whole, x, 1, 8, message, sizeof message, stream) == codec_bytes(&codec, &whole, 1, 8),
+          "a dense message asks for a mask's key");
     stream_destroy(stream);
 }
 

@@ -91,14 +91,14 @@ static inline float codec_get(const char *row, int i, Wire wire) {
 }
 
 // Writes x (n, H) as a message into out. Returns its bytes, codec_bytes() of them, or -1: they are more than cap, or
-// the context is out of range (mask_check).
+// the context of a masked message is out of range (mask_check).
 static inline int64_t codec_encode(const Codec *codec, const CodecContext *context, const float *x, int n, int H,
                                    void *out, int64_t cap, Stream *stream) {
     int K = codec_values(codec, context, H);
     int64_t n_bytes = codec_bytes(codec, context, n, H), row_bytes = codec_bytes(codec, context, 1, H);
     MaskKey key = codec_key(codec, context);
     Wire wire = codec->wire;
-    if (mask_check(key, n, H)) return -1;
+    if (K < H && mask_check(key, n, H)) return -1;
     if (n_bytes > cap)
         return error_set("codec: the message has %lld bytes, the buffer %lld", (long long)n_bytes, (long long)cap);
 #pragma omp parallel for num_threads(stream->threads)
@@ -120,14 +120,14 @@ static inline int64_t codec_encode(const Codec *codec, const CodecContext *conte
 }
 
 // x (n, H) = the message `in`. Returns 0, or -1 with x untouched: n_bytes is not the size of such a message, or the
-// context is out of range.
+// context of a masked message is out of range.
 static inline int codec_decode(const Codec *codec, const CodecContext *context, const void *in, int64_t n_bytes,
                                float *x, int n, int H, Stream *stream) {
     int K = codec_values(codec, context, H);
     int64_t expected = codec_bytes(codec, context, n, H), row_bytes = codec_bytes(codec, context, 1, H);
     MaskKey key = codec_key(codec, context);
     Wire wire = codec->wire;
-    if (mask_check(key, n, H)) return -1;
+    if (K < H && mask_check(key, n, H)) return -1;
     if (n_bytes != expected)
         return error_set("codec: a message of %lld bytes where %d tokens take %lld", (long long)n_bytes, n,
                          (long long)expected);
