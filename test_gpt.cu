@@ -3712,6 +3712,40 @@ static void test_clock(void) {
     check(clock_send(&a, instant, 8) == 7.25, "the queue before a fast link");
 }
 
+// What -p alone means, and a plan for a mesh this machine could not hold.
+static void test_mesh_defaults(void) {
+    write_corpus();
+    check_run(0, NULL, DEEP "-p 0.95 --dry-run",
+              "mesh: 1 fast replica of 4 stages, 1 of 24 values a boundary and token (bf16)");
+    check(strstr(run_output, "anchor: rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
+          run_output);
+    check_run(0, NULL, SMALL "-p 0.95 --dry-run", "mesh: 1 fast replica of 2 stages");
+    check_run(0, NULL, SMALL "-p 0 --dry-run", "run:");
+    check(strstr(run_output, "mesh:") == NULL, "-p 0 alone makes a mesh:\n%s", run_output);
+    check_run(0, NULL, DEEP "-p 0.9 -x 4 --dry-run", "mesh: 3 fast replicas of 4 stages, 2 of 24");
+    check_run(0, NULL, DEEP "-p 0.9 -x 4 --anchor 0 --dry-run", "mesh: 4 fast replicas of 4 stages");
+    check_run(0, NULL, "--init llama-3.2-1b -p 0.95 -x 8 -b 32 -t 2048 --micro-batch 1 --dry-run", "M95+AP");
+    check(strstr(run_output, "7 fast replicas of 4 stages, 102 of 2048 values") != NULL &&
+              strstr(run_output, "anchor: rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
+          "%s", run_output);
+    check_run(1, NULL, "--init llama-3.2-1b -p 0.95 -x 8", "tokenizer");
+}
+
+// Simulated time of one micro-batch through two stages, by hand: nothing overlaps.
+static void test_mesh_clock(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP QUIET "-b 2 -x 1 -y 2 -p 0.5 --link-mbps 8 --link-ms 100 --device-tflops 1e-6");
+    Mesh *mesh = &run->trainer.mesh;
+    mesh_run_step(run);
+    double flops =
+        stage_flops(&mesh_cell(mesh, 0, 0)->stage, 32, 16) + stage_flops(&mesh_cell(mesh, 0, 1)->stage, 32, 16);
+    double message = 32 * 12 * 4 / 1e6 + 0.1, expected = 3.0 * flops / 1e6 + 2.0 * message;
+    check(fabs(mesh_now(mesh) - expected) < 1e-7 * expected, "%.9f s, by hand %.9f s", mesh_now(mesh), expected);
+    mesh_run_step(run);
+    check(fabs(mesh_now(mesh) - 2.0 * expected) < 1e-7 * expected, "two steps: %.9f s", mesh_now(mesh));
+    mesh_run_close(run);
+}
+
 static const struct {
     const char *name;
     void (*run)(void);
@@ -3772,6 +3806,8 @@ static const struct {
     {"codec", test_codec},
     {"link", test_link},
     {"clock", test_clock},
+    {"mesh_defaults", test_mesh_defaults},
+    {"mesh_clock", test_mesh_clock},
 };
 
 // Enters the folder `name` that lies beside the file at `path`.

@@ -216,16 +216,7 @@ typedef struct {
 } Grads;
 
 // The memories of a stage that have its table's layout.
-typedef enum {
-    ARENA_PARAMS,
-    ARENA_GRADS,
-    ARENA_M,
-    ARENA_V,
-    ARENA_GLOBAL,
-    ARENA_OUTER,
-    ARENA_ERROR,
-    ARENA_PENDING
-} Arena;
+typedef enum { ARENA_PARAMS, ARENA_GRADS, ARENA_M, ARENA_V, ARENA_GLOBAL, ARENA_OUTER, ARENA_DUE, ARENA_PENDING } Arena;
 
 // A run of layers with all it owns. The stages of one model are a list; a model of one stage is a list of one.
 typedef struct Stage {
@@ -240,13 +231,15 @@ typedef struct Stage {
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
     uint16_t *rounded;             // bf16 copy of params for the products, or NULL
-    // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
-    // left out so far, the averaged pseudo-gradient that waits to be merged
-    float *global, *outer, *error, *pending;
+    // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, due - params = what
+    // it has not told the others yet (own steps since the last average, and what compression left out), the averaged
+    // pseudo-gradient that waits to be merged
+    float *global, *outer, *due, *pending;
     ModelTensors p, g;
     // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
     int max_B, max_T, slots, recompute, training, n_moments;
-    int meets; // keeps the state of outer steps
+    int meets;     // keeps the state of outer steps
+    int unrounded; // keeps no bf16 copy of its weights: other cells need the memory
     floatX *acts_arena;
     int64_t acts_floats;
     LayerActs *acts; // (slots, n_layers)
@@ -362,7 +355,7 @@ static void stage_free(Stage *stage) {
     device_free(stage->v);
     device_free(stage->global);
     device_free(stage->outer);
-    device_free(stage->error);
+    device_free(stage->due);
     device_free(stage->pending);
     device_free(stage->acts_arena);
     free(stage->p.layers);
@@ -491,7 +484,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->meets) bytes.outer = floats * 16;
     if (precision == PRECISION_BF16) bytes.scratch += operands;
-    if (precision == PRECISION_BF16 && stage->training &&
+    if (precision == PRECISION_BF16 && stage->training && !stage->unrounded &&
         stage_bytes_sum(&bytes) + floats * 2 <= memory_limit() / 4 * 3)
         bytes.rounded = floats * 2;
     return bytes;
@@ -517,7 +510,7 @@ static float *stage_arena(const Stage *stage, Arena arena) {
     case ARENA_V: return stage->v;
     case ARENA_GLOBAL: return stage->global;
     case ARENA_OUTER: return stage->outer;
-    case ARENA_ERROR: return stage->error;
+    case ARENA_DUE: return stage->due;
     case ARENA_PENDING: return stage->pending;
     }
     return NULL;
@@ -539,8 +532,8 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     }
     if (stage->meets) {
         stage->global = (float *)device_alloc(bytes), stage->outer = (float *)device_alloc(bytes);
-        stage->error = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
-        if (stage->global == NULL || stage->outer == NULL || stage->error == NULL || stage->pending == NULL) return -1;
+        stage->due = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
+        if (stage->global == NULL || stage->outer == NULL || stage->due == NULL || stage->pending == NULL) return -1;
     }
     stage->acts_arena = (floatX *)device_alloc(sizeof(float) * (size_t)stage->acts_floats);
     if (stage->acts_arena == NULL) return -1;
@@ -1243,6 +1236,7 @@ static void mesh_spread(Mesh *mesh) {
         size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
         if (stage != first) device_copy(stage->params, first->params, n_bytes);
         if (stage->meets) device_copy(stage->global, first->params, n_bytes);
+        if (stage->meets) device_copy(stage->due, first->params, n_bytes);
     }
 }
 
@@ -1558,7 +1552,7 @@ static int outer_merges(const Outer *outer, int fragment, int64_t done) {
     return outer_begins(outer, fragment, done - outer->overlap);
 }
 
-// One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
+// One matrix: PowerSGD of every replica's delta (in `due`, which keeps what is left out), averaged, into pending.
 static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
     const Stage *first = &mesh_cell(mesh, 0, s)->stage;
@@ -1568,14 +1562,14 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     for (int i = 0; i < R; i++) {
         Cell *cell = mesh_cell(mesh, i, s);
         left[i] = mesh->exchange + i * mesh->exchange_floats, right[i] = cell->powersgd_q + at;
-        powersgd_left(left[i], cell->stage.error + tensor->offset, right[i], m, n, r, mesh->stream);
+        powersgd_left(left[i], cell->stage.due + tensor->offset, right[i], m, n, r, mesh->stream);
     }
     if (mesh_average(mesh, s, owner, left, m, r, 1)) return -1;
     for (int i = 0; i < R; i++) {
         Stage *stage = &mesh_cell(mesh, i, s)->stage;
-        float *error = stage->error + tensor->offset;
-        powersgd_right(right[i], error, left[i], m, n, r, mesh->stream);
-        powersgd_error(error, error, left[i], right[i], m, n, r, mesh->stream);
+        float *delta = stage->due + tensor->offset;
+        powersgd_right(right[i], delta, left[i], m, n, r, mesh->stream);
+        powersgd_error(delta, delta, left[i], right[i], m, n, r, mesh->stream);
     }
     if (mesh_average(mesh, s, owner, right, n, r, 0)) return -1;
     for (int i = 0; i < R; i++)
@@ -1584,7 +1578,15 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     return stream_check(mesh->stream);
 }
 
-// Begins the outer step of a fragment: pseudo-gradient (global - local) plus what was left out before, averaged.
+// to[i] = a[i] + sign * b[i]
+static void add_scaled(float *to, const float *a, const float *b, float sign, int64_t n, Stream *stream) {
+#pragma omp parallel for simd num_threads(stream->threads)
+    for (int64_t i = 0; i < n; i++) to[i] = a[i] + sign * b[i];
+}
+
+// Begins the outer step of a fragment: each replica's own steps since the last one, and what compression left out then,
+// are averaged. A merge's own jump is no such step: with --mix a share of every difference between replicas stays after
+// a merge, and counting (global - local) again and again made runs diverge.
 static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int owner) {
     float *values[MESH_MAX_REPLICAS];
     int R = mesh->n_replicas;
@@ -1595,21 +1597,20 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
             if (tensor->fragment != fragment) continue;
             for (int r = 0; r < R; r++) {
                 Stage *stage = &mesh_cell(mesh, r, s)->stage;
-                float *error = stage->error + tensor->offset, *global = stage->global + tensor->offset;
-                float *local = stage->params + tensor->offset;
-                for (int64_t i = 0; i < tensor->n; i++) error[i] += global[i] - local[i];
+                float *delta = stage->due + tensor->offset;
+                add_scaled(delta, delta, stage->params + tensor->offset, -1.0f, tensor->n, mesh->stream);
+                values[r] = stage->pending + tensor->offset;
+                if (tensor->n_dims == 1) device_copy(values[r], delta, sizeof(float) * (size_t)tensor->n);
+                if (tensor->n_dims == 1) device_zero(delta, sizeof(float) * (size_t)tensor->n);
             }
-            if (tensor->n_dims == 2) {
-                if (mesh_average_matrix(mesh, s, owner, t, outer->rank)) return -1;
-                continue;
-            }
+            if (tensor->n_dims == 2 ? mesh_average_matrix(mesh, s, owner, t, outer->rank)
+                                    : mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0))
+                return -1;
             for (int r = 0; r < R; r++) {
-                values[r] = mesh_cell(mesh, r, s)->stage.pending + tensor->offset;
-                device_copy(values[r], mesh_cell(mesh, r, s)->stage.error + tensor->offset,
-                            sizeof(float) * (size_t)tensor->n);
-                device_zero(mesh_cell(mesh, r, s)->stage.error + tensor->offset, sizeof(float) * (size_t)tensor->n);
+                Stage *stage = &mesh_cell(mesh, r, s)->stage;
+                float *due = stage->due + tensor->offset;
+                add_scaled(due, due, stage->params + tensor->offset, 1.0f, tensor->n, mesh->stream);
             }
-            if (mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)) return -1;
         }
     }
     return 0;
@@ -1626,11 +1627,14 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
             if (tensor->fragment != fragment) continue;
             float *pending = stage->pending + tensor->offset, *moment = stage->outer + tensor->offset;
             float *global = stage->global + tensor->offset, *local = stage->params + tensor->offset;
+            float *due = stage->due + tensor->offset;
 #pragma omp parallel for simd num_threads(mesh->stream->threads)
             for (int64_t j = 0; j < tensor->n; j++) {
                 moment[j] = momentum * moment[j] + pending[j];
                 global[j] -= lr * (pending[j] + momentum * moment[j]);
-                local[j] = mix * local[j] + (1.0f - mix) * global[j];
+                float merged = mix * local[j] + (1.0f - mix) * global[j];
+                due[j] += merged - local[j];
+                local[j] = merged;
             }
         }
         clock_receive(&cell->clock, cell->merge_at);
@@ -1693,7 +1697,7 @@ typedef struct {
     Precision precision;
     uint64_t seed;
     float beta, tau;
-    int tau_relative;
+    int tau_relative, unrounded;
     Wire wire;
     // the thread's own while it works
     Stage stage; // the whole model: snapshot, gradient, and the momentum as its first moment
@@ -1866,7 +1870,7 @@ static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     pthread_cond_init(&anchor->changed, NULL);
     if (stream_create(&anchor->stream, anchor->precision, anchor->threads)) return -1;
     if (stage_table(&anchor->stage, config, 0, config->n_layers)) return -1;
-    anchor->stage.n_moments = 1;
+    anchor->stage.n_moments = 1, anchor->stage.unrounded = anchor->unrounded;
     if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
     if (stage_alloc(&anchor->stage, anchor->stream) || batch_alloc(&anchor->tokens, anchor->batch, anchor->T))
         return -1;
@@ -2121,7 +2125,7 @@ static int replica_arenas(const Stage *model, int replica, Arena *arenas, const 
         const char *prefix;
         int of_meeting;
     } all[] = {{ARENA_PARAMS, "p.", 0},       {ARENA_M, "m.", 0},         {ARENA_V, "v.", 0},
-               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_ERROR, "error.", 1},
+               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_DUE, "due.", 1},
                {ARENA_PENDING, "pending.", 1}};
     int n = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -2470,13 +2474,23 @@ static void mesh_bytes(const Trainer *trainer, StageBytes *cells, int64_t *ancho
     }
     if (!trainer->anchored) return;
     if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
-        whole.n_moments = 1;
+        whole.n_moments = 1, whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
             *anchor = stage_bytes_sum(&bytes);
         }
     }
     stage_free(&whole);
+}
+
+// Gives up the bf16 copies of weights where they would not leave a quarter of the memory free.
+static void decide_rounding(Trainer *trainer) {
+    StageBytes cells;
+    int64_t anchor;
+    mesh_bytes(trainer, &cells, &anchor);
+    if (stage_bytes_sum(&cells) + anchor <= memory_limit() / 4 * 3) return;
+    for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
+        trainer->mesh.cells[i].stage.unrounded = 1;
 }
 
 // 0, or -1 if this machine cannot hold the mesh.
@@ -2558,6 +2572,25 @@ static void print_plan(const Trainer *trainer) {
     if (mesh->n_replicas * mesh->n_stages > 1) print_mesh(trainer);
 }
 
+// What an outer average sends of each tensor at PowerSGD's ranks: of the first layer, which stands for all, of what is
+// no layer's, and in total.
+static void print_compression(const Trainer *trainer) {
+    double whole = 0.0, sent = 0.0;
+    printf("outer averages, values of a tensor and of what is sent of it:\n");
+    for (const Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            int rank = t->n_dims == 2 ? powersgd_rank(t, trainer->outer.rank) : 0;
+            double values = rank > 0 ? (double)rank * (double)(t->shape[0] + t->shape[1]) : (double)t->n;
+            whole += (double)t->n, sent += values;
+            if (t->index > TENSORS_PER_LAYER && t->index <= TENSORS_PER_LAYER * trainer->config.n_layers) continue;
+            printf("  %-44s %12lld %10.0f %8.1fx", t->name, (long long)t->n, values, (double)t->n / values);
+            printf(rank > 0 ? "  rank %d\n" : "\n", rank);
+        }
+    }
+    printf("  %-44s %12.0f %10.0f %8.1fx\n", "in all", whole, sent, whole / sent);
+}
+
 // What the mesh will cost over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90),
 // beside the variants of the method.
 static int print_estimate(const Trainer *trainer) {
@@ -2577,7 +2610,9 @@ static int print_estimate(const Trainer *trainer) {
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
-    return mesh_estimate_print(stdout, &plan);
+    if (mesh_estimate_print(stdout, &plan)) return -1;
+    if (trainer->dp == MESH_DP_DILOCO) print_compression(trainer);
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2765,8 +2800,8 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
     result->skipped = !isfinite(result->loss);
-    if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
+    if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
     double start = seconds();
     update_cells(trainer, result);
     if (times != NULL) times->optimizer += seconds() - start;
@@ -3165,7 +3200,7 @@ static int decide(Trainer *trainer) {
 static int decide_steps(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     int64_t windows = trainer->data.train.n_windows;
-    if (windows == 0) return error_set("the data hold no training tokens");
+    if (windows == 0 && !opts->dry_run) return error_set("the data hold no training tokens");
     int64_t step = (int64_t)opts->batch * trainer->mesh.n_replicas, epochs3 = (3 * windows + step - 1) / step;
     trainer->n_steps = opts->steps > 0 ? opts->steps : epochs3 > 200 ? epochs3 : 200;
     trainer->warmup = opts->warmup >= 0 ? opts->warmup : (trainer->n_steps * 3 + 99) / 100;
@@ -3254,7 +3289,8 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
         trainer->n_params += stage->n_params;
     if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
     if (decide_outer(trainer)) return -1;
-    if ((training || action == ACTION_EVAL) && open_data(trainer)) return -1;
+    int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL;
+    if (needs_data && open_data(trainer)) return -1;
     if (training && decide_steps(trainer)) return -1;
     decide_size(trainer, action, &B, &T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
@@ -3263,6 +3299,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     mesh->speed.latency = (double)opts->link_ms * 1e-3;
     mesh->device_flops = (double)opts->device_tflops * 1e12;
     if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
+    decide_rounding(trainer);
     if (training || opts->dry_run) print_plan(trainer);
     return 0;
 }
@@ -3278,6 +3315,7 @@ static int start_anchor(Trainer *trainer) {
     anchor->threads = opts->anchor_threads > 0 ? opts->anchor_threads : (trainer->threads + 1) / 2;
     anchor->seed = (uint64_t)opts->seed, anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
     anchor->tau_relative = opts->tau_relative, anchor->wire = (Wire)opts->wire;
+    anchor->unrounded = trainer->mesh.cells[0].stage.unrounded;
     return anchor_start(anchor, &trainer->config, opts->recompute);
 }
 
@@ -3310,8 +3348,13 @@ static int run_program(Trainer *trainer) {
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
     if (result == 0) result = prepare(trainer, &file, action);
     if (result == 0 && trainer->opts.dry_run) {
-        result = trainer->mesh.n_replicas * trainer->mesh.n_stages > 1 ? print_estimate(trainer) : 0;
+        int cells = trainer->mesh.n_replicas * trainer->mesh.n_stages;
+        if (cells > 1) result = print_estimate(trainer);
         if (result == 0) result = mesh_fits(trainer);
+        if (result != 0 && cells > 1) { // a mesh may be planned on a machine that cannot hold all of it
+            printf("all cells in one process: %s\n", error_message);
+            result = 0;
+        }
     } else if (result == 0) {
         result = load(trainer, &file);
         model_file_close(&file);

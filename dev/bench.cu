@@ -1,8 +1,11 @@
-// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [256|1024] [fp32|bf16].
+// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [mesh] [256|1024]
+// [fp32|bf16].
 //
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
 //   parts  each op of a 124M layer alone
+//   mesh   what the mesh adds to a fast step of 124M, T 256, 4,096 tokens: filter of rank 128 and full, mask codec at
+//          p 0.95 over three boundaries, one anchor pass's SVDs; each as a share of the step timed in the same run
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
 // of the step. FLOPs of a token: 6 per parameter of a matrix that multiplies (the embedding does not), and 6*T*NH*HD a
@@ -47,9 +50,9 @@ static void fill_weights(Stage *stage) {
     }
 }
 
-// Times n_steps whole steps of `batch` sequences and prints a line.
+// Times n_steps whole steps of `batch` sequences, prints a line and gives the median.
 static int bench_model(const char *name, const char *spec, int batch, int T, int micro_batch, Precision precision,
-                       int n_steps) {
+                       int n_steps, double *step_seconds) {
     enum { MAX_STEPS = 15 };
     Config config;
     Stage stage;
@@ -92,6 +95,7 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
            peak, 100.0 * times.forward / total, 100.0 * times.backward / total, 100.0 * times.optimizer / total,
            step_time);
     fflush(stdout);
+    *step_seconds = step_time;
     if (!isfinite(loss) || !isfinite(norm)) return error_set("%s: loss %g, gradient norm %g", name, loss, norm);
     device_free(square);
     stage_free(&stage);
@@ -157,6 +161,77 @@ static int bench_parts(Precision precision) {
     return 0;
 }
 
+// Seconds of one of several repeats, the median.
+#define MEDIAN_SECONDS(out, call)                                                                                      \
+    do {                                                                                                               \
+        double times_[5];                                                                                              \
+        for (int i_ = 0; i_ < 5; i_++) {                                                                               \
+            double start_ = seconds();                                                                                 \
+            call;                                                                                                      \
+            times_[i_] = seconds() - start_;                                                                           \
+        }                                                                                                              \
+        *(out) = median(times_, 5);                                                                                    \
+    } while (0)
+
+// Filters the matrices of one 124M layer; gradients and factors lie where the caller says.
+static void filter_layer(float *grad, const float *factors, int rank, Stream *stream) {
+    enum { C = 768, F = 2048 };
+    static const int shapes[][2] = {{C, C}, {C, C}, {C, C}, {C, C}, {F, C}, {F, C}, {C, F}};
+    for (int i = 0; i < 7; i++) {
+        int m = shapes[i][0], n = shapes[i][1], small = m < n ? m : n, r = rank < small ? rank : small;
+        const float *u = factors, *v = u + (size_t)m * r, *d = v + (size_t)n * r;
+        spectral_filter(grad, u, d, v, m, n, r, 0.3f, stream);
+        grad += (size_t)m * n;
+    }
+}
+
+static int bench_mesh(Precision precision) {
+    enum { C = 768, F = 2048, L = 12, N = 1024, STAGES = 4, MICRO = 4, RANK = 128 };
+    double step, took;
+    Stream *stream = NULL;
+    Codec codec;
+    CodecContext context = {1, 0, 0, 3, 1};
+    if (bench_model("124M", "124m", 16, 256, 4, precision, 3, &step)) return -1;
+    if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
+    size_t grads = (size_t)4 * C * C + (size_t)3 * F * C, factors = (size_t)(C + F) * C + C;
+    size_t floats = grads + factors + (size_t)3 * F * C;
+    float *base = (float *)device_alloc(sizeof(float) * floats), *x = base + grads + factors;
+    unsigned char *message = (unsigned char *)malloc(sizeof(float) * N * C);
+    if (base == NULL || message == NULL) return error_set("out of memory");
+    for (size_t i = 0; i < floats; i++)
+        base[i] = 0.02f * ((float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f);
+    for (int full = 0; full < 2; full++) {
+        MEDIAN_SECONDS(&took, filter_layer(base, base + grads, full ? C : RANK, stream));
+        printf("  %-34s %8.1f ms a step, %5.2f%% of it\n",
+               full ? "spectral filter, full rank" : "spectral filter, rank 128", 1e3 * L * took,
+               100.0 * L * took / step);
+    }
+    codec_init(&codec, C, 0.95f, MASK_SCALE_NONE, WIRE_BF16, 1);
+    int64_t n_bytes = codec_bytes(&codec, &context, N, C);
+    MEDIAN_SECONDS(&took, {
+        codec_encode(&codec, &context, x, N, C, message, (int64_t)sizeof(float) * N * C, stream);
+        codec_decode(&codec, &context, message, n_bytes, x, N, C, stream);
+    });
+    took *= 2.0 * MICRO * (STAGES - 1); // forward and backward
+    printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", "mask codec, p 0.95, 3 boundaries", 1e3 * took,
+           100.0 * took / step);
+    float *u = (float *)malloc(sizeof(float) * F * RANK), *v = (float *)malloc(sizeof(float) * F * RANK), s[RANK];
+    if (u == NULL || v == NULL) return error_set("out of memory");
+    double square, tall;
+    int failed = svd_truncated(u, s, v, base, C, C, RANK, 0, 1, 0, stream);
+    MEDIAN_SECONDS(&square, failed |= svd_truncated(u, s, v, base, C, C, RANK, 1, 1, 0, stream));
+    failed |= svd_truncated(u, s, v, base, F, C, RANK, 0, 1, 0, stream);
+    MEDIAN_SECONDS(&tall, failed |= svd_truncated(u, s, v, base, F, C, RANK, 1, 1, 0, stream));
+    printf("  %-34s %8.1f ms an anchor pass, beside the fast circuit\n", "warm SVDs of rank 128",
+           1e3 * L * (4.0 * square + 3.0 * tall));
+    free(u);
+    free(v);
+    free(message);
+    device_free(base);
+    stream_destroy(stream);
+    return failed;
+}
+
 static int bench_named(int argc, char **argv, const char *name) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], name) == 0) return 1;
@@ -171,17 +246,20 @@ static int bench_either(int argc, char **argv, const char *name, const char *oth
 int main(int argc, char **argv) {
     int result = 0;
     int parts = bench_named(argc, argv, "parts"), small = bench_named(argc, argv, "124m");
-    int large = bench_named(argc, argv, "1b"), all = !parts && !small && !large;
+    int large = bench_named(argc, argv, "1b"), mesh = bench_named(argc, argv, "mesh");
+    int all = !parts && !small && !large && !mesh;
+    double step = 0.0;
     for (int p = 0; p < 2 && result == 0; p++) {
         Precision precision = (Precision)p;
         if (precision == PRECISION_BF16 && !device_has_bf16()) continue;
         if (!bench_either(argc, argv, p ? "bf16" : "fp32", p ? "fp32" : "bf16")) continue;
         if (parts) result = bench_parts(precision);
         if (result == 0 && (all || small) && bench_either(argc, argv, "256", "1024"))
-            result = bench_model("124M", "124m", 16, 256, 4, precision, 3);
+            result = bench_model("124M", "124m", 16, 256, 4, precision, 3, &step);
         if (result == 0 && (all || small) && bench_either(argc, argv, "1024", "256"))
-            result = bench_model("124M", "124m", 4, 1024, 1, precision, 3);
-        if (result == 0 && (all || large)) result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, precision, 1);
+            result = bench_model("124M", "124m", 4, 1024, 1, precision, 3, &step);
+        if (result == 0 && (all || mesh)) result = bench_mesh(precision);
+        if (result == 0 && (all || large)) result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, precision, 1, &step);
     }
     if (result != 0) printf("bench: %s\n", error_message);
     return result != 0;

@@ -9,6 +9,7 @@ study_run p=.90 -p 0.90 -x 3
 study_run p=.99 -p 0.99 -x 3
 study_run delay=10 -p 0.95 -x 3 --anchor-delay 10
 study_run delay=50 -p 0.95 -x 3 --anchor-delay 50
+study_run tau=.05-rel -p 0.95 -x 3 --tau-relative --tau 0.05
 study_run tau=1e-5 -p 0.95 -x 3 --tau 1e-5
 study_run tau=1e-1 -p 0.95 -x 3 --tau 1e-1
 study_run alpha=0 -p 0.95 -x 3 --alpha 0

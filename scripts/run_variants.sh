@@ -10,8 +10,13 @@ study_run M90 -p 0.90 -x 2 --anchor 0
 study_run M95 -p 0.95 -x 2 --anchor 0
 study_run M90+AP -p 0.90 -x 3
 study_run M95+AP -p 0.95 -x 3
-study_run M95+AP-rel -p 0.95 -x 3 --tau-relative --tau 0.05
-study_run M95-inverse -p 0.95 -x 2 --anchor 0 --mask-scale inverse
-study_run M95-sqrt -p 0.95 -x 2 --anchor 0 --mask-scale sqrt
+# what the paper leaves open or takes for granted
+study_run +DP-paper -x 2 --outer-lr 0.7 --outer-momentum 0.9 --powersgd-rank 0
 study_run M50 -p 0.5 -x 2 --anchor 0
+study_run M50+AP -p 0.5 -x 3
+study_run M95-lr1e-4 -p 0.95 -x 2 --anchor 0 -l 1e-4
+study_run M95+AP-lr1e-4 -p 0.95 -x 3 -l 1e-4
+study_run M95-inverse -p 0.95 -x 2 --anchor 0 --mask-scale inverse
+study_run M95-2stages -p 0.95 -x 2 --anchor 0 -y 2
+study_run M95+AP-2stages -p 0.95 -x 3 -y 2
 study_table
