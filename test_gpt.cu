@@ -2992,9 +2992,17 @@ static void test_diloco(void) {
 
     MeshRun *low = mesh_run_open(DEEP "-n 100 -x 3 -y 2 --local-steps 4 --fragments 3 --overlap 2 --powersgd-rank 2");
     Mesh *mesh = &low->trainer.mesh;
-    int64_t last_bytes = 0;
+    int64_t last_bytes = 0, begun_at[3] = {0};
+    int merges[3] = {0};
     for (int step = 1; step <= 13; step++) {
         mesh_run_step(low);
+        for (int f = 0; f < 3; f++) {
+            int64_t before = begun_at[f], now = low->trainer.outer.begun[f];
+            merges[f] += before > 0 && now == 0;
+            check(before == 0 || now == before || (now == 0 && step == before + 2), "fragment %d was merged at step %d",
+                  f, step);
+            begun_at[f] = now;
+        }
         last_bytes += low->result.sent.bytes[TRAFFIC_DP];
         for (int s = 0; s < 2; s++)
             for (int r = 1; r < 3; r++) {
@@ -3005,12 +3013,9 @@ static void test_diloco(void) {
     }
     int64_t expected = 0;
     for (int f = 0; f < 3; f++) {
-        int begun = 0, merged_at = 0, members = 0;
-        for (int step = 1; step <= 13; step++) {
-            begun += outer_begins(&low->trainer.outer, f, step);
-            merged_at += outer_merges(&low->trainer.outer, f, step);
-        }
-        check(begun >= 3 && merged_at >= 2, "fragment %d began %d times, was merged %d times", f, begun, merged_at);
+        int begun = 0, members = 0;
+        for (int step = 1; step <= 13; step++) begun += outer_begins(&low->trainer.outer, f, step);
+        check(begun >= 3 && merges[f] >= 2, "fragment %d began %d times, was merged %d times", f, begun, merges[f]);
         for (int s = 0; s < 2; s++) {
             const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
             for (int t = 0; t < stage->n_tensors; t++) {
@@ -3029,6 +3034,158 @@ static void test_diloco(void) {
     check(last_bytes == expected, "%lld bytes, the ranks say %lld", (long long)last_bytes, (long long)expected);
     mesh_run_close(low);
     check_run(0, NULL, DEEP "-n 9 -x 3 -y 2 --local-steps 4 -o @/final", "in all");
+}
+
+static void check_same_arena(const char *a, const char *b) {
+    SafeTensors x, y;
+    char path_a[PATH_MAX], path_b[PATH_MAX];
+    snprintf(path_a, sizeof path_a, "%s", scratch_path(a));
+    snprintf(path_b, sizeof path_b, "%s", scratch_path(b));
+    if (!check(safetensors_open(&x, path_a) == 0 && safetensors_open(&y, path_b) == 0, "%s", error_message)) return;
+    for (int i = 0; i < x.n_tensors; i++) {
+        const SafeTensor *other = safetensors_find(&y, x.tensors[i].name);
+        check(other != NULL && memcmp(other->data, x.tensors[i].data, x.tensors[i].end - x.tensors[i].begin) == 0,
+              "%s differs between %s and %s", x.tensors[i].name, a, b);
+    }
+    safetensors_close(&x);
+    safetensors_close(&y);
+}
+
+// Outer steps against their formulas in double, for one tensor over three rounds: full rank, so the average is exact,
+// with momentum, mixing and overlap; and the end of a run, and a run that is made longer.
+static void test_outer_steps(void) {
+    write_corpus();
+    MeshRun *run =
+        mesh_run_open(DEEP "-n 13 --precision fp32 --wire fp32 -x 2 -y 2 --local-steps 4 --fragments 1 --overlap 2 "
+                           "--powersgd-rank 1000 --outer-lr 0.6 --outer-momentum 0.8 --mix 0.3");
+    Mesh *mesh = &run->trainer.mesh;
+    enum { T = 2, CHECKED = 5 }; // q_proj of layer 0
+    const Stage *stages[2] = {&mesh_cell(mesh, 0, 0)->stage, &mesh_cell(mesh, 1, 0)->stage};
+    int64_t at = stages[0]->tensors[T].offset, pick[CHECKED] = {0, 17, 100, 333, 575};
+    double global[CHECKED], moment[CHECKED] = {0}, pending[CHECKED] = {0};
+    for (int i = 0; i < CHECKED; i++) global[i] = (double)stages[0]->params[at + pick[i]];
+    for (int step = 1; step <= 13; step++) {
+        // what a step without a merge would leave is not visible, so a merge is checked by its relation to the global
+        mesh_run_step(run);
+        int last = step == 13;
+        if ((step % 4 == 2 && step > 4) || last) {
+            for (int i = 0; i < CHECKED && !last; i++) {
+                moment[i] = 0.8 * moment[i] + pending[i];
+                global[i] -= 0.6 * (pending[i] + 0.8 * moment[i]);
+                check(fabs(global[i] - (double)stages[0]->global[at + pick[i]]) < 1e-6,
+                      "step %d: global %g, by hand %g", step, (double)stages[0]->global[at + pick[i]], global[i]);
+            }
+        }
+        if (step % 4 == 0)
+            for (int i = 0; i < CHECKED; i++) {
+                double local =
+                    0.5 * ((double)stages[0]->params[at + pick[i]] + (double)stages[1]->params[at + pick[i]]);
+                pending[i] = global[i] - local;
+                check(fabs(pending[i] - (double)stages[1]->pending[at + pick[i]]) < 1e-6,
+                      "step %d: pending %g, by hand %g", step, (double)stages[1]->pending[at + pick[i]], pending[i]);
+            }
+        for (int r = 0; r < 2 && last; r++)
+            check(memcmp(stages[r]->params, stages[0]->global, sizeof(float) * (size_t)stages[0]->arena_floats) == 0,
+                  "replica %d ends with other weights than the merged ones", r);
+    }
+    int64_t dense = 0;
+    for (int s = 0; s < 2; s++) {
+        const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            dense +=
+                2 * 4 *
+                (tensor->n_dims == 2 ? powersgd_rank(tensor, 1000) * (tensor->shape[0] + tensor->shape[1]) : tensor->n);
+        }
+    }
+    check(run->result.sent.bytes[TRAFFIC_DP] == dense, "the last average: %lld bytes, not %lld",
+          (long long)run->result.sent.bytes[TRAFFIC_DP], (long long)dense);
+    mesh_run_close(run);
+    // what mix leaves is what it says: the replicas' distance shrinks to mix of it at a merge
+    MeshRun *half = mesh_run_open(DEEP QUIET "-l 1e-12 -x 2 -y 1 --local-steps 2 --fragments 1 --overlap 0 --mix 0.25 "
+                                             "--powersgd-rank 1000");
+    Stage *a = &mesh_cell(&half->trainer.mesh, 0, 0)->stage, *b = &mesh_cell(&half->trainer.mesh, 1, 0)->stage;
+    a->params[0] += 1.0f;
+    mesh_run_step(half);
+    mesh_run_step(half);
+    check(fabs((double)a->params[0] - (double)b->params[0] - 0.25) < 1e-3, "distance %g after a merge with mix 0.25",
+          (double)a->params[0] - (double)b->params[0]);
+    mesh_run_close(half);
+    // a finished run that goes on merges nothing twice: nothing moves the merged weights before the next average
+    check_run(0, NULL, DEEP "-n 8 -x 2 --local-steps 4 --fragments 1 --overlap 2 -o @/longer", "done: 8 steps");
+    check_run(0, NULL, "-o @/longer --resume -n 40 --stop-after 11", "stopped after step 11");
+    check_same_arena("longer/step_00000008/model.bin", "longer/latest/model.bin");
+    check_run(1, NULL, "-o @/longer --resume --dp dense", "--dp differs");
+    check_run(1, NULL, "-o @/longer --resume --overlap 1", "--overlap differs");
+}
+
+// The anchor's momentum over two passes, and the update it leads to, against plain formulas.
+static void test_anchor_update(void) {
+    write_corpus();
+    MeshRun *run =
+        mesh_run_open(DEEP QUIET "-p 0.5 -x 2 -y 2 --anchor-delay 2 --anchor-beta 0.75 --anchor-rank 0 --anchor-debias "
+                                 "--alpha 0.4 --tau 1e-2 --wd 0");
+    Anchor *anchor = &run->trainer.anchor;
+    const Tensor *whole = &anchor->stage.tensors[7]; // gate_proj of layer 0
+    const Stage *stage = &mesh_cell(&run->trainer.mesh, 0, 0)->stage;
+    const Tensor *tensor = &stage->tensors[7];
+    int m = (int)whole->shape[0], n = (int)whole->shape[1];
+    double *momentum = (double *)calloc((size_t)m * (size_t)n, sizeof(double));
+    float *expected = (float *)malloc(sizeof(float) * (size_t)m * (size_t)n), *rebuilt = guarded((int64_t)m * n);
+    check(strcmp(whole->name, tensor->name) == 0 && tensor->block, "%s and %s", whole->name, tensor->name);
+    for (int pass = 1; pass <= 2; pass++) {
+        for (int i = 0; i < 2; i++) mesh_run_step(run);
+        anchor_state(anchor, 1);
+        for (int i = 0; i < m * n; i++) {
+            momentum[i] = 0.75 * momentum[i] + 0.25 * (double)anchor->stage.grads[whole->offset + i];
+            expected[i] = (float)momentum[i];
+        }
+        check_close(anchor->stage.m + whole->offset, expected, (int64_t)m * n, 1e-6, "momentum");
+        const Factor *f = &anchor->sets[1 - anchor->front].of[7];
+        double debias = 1.0 / (1.0 - pow(0.75, pass));
+        for (int i = 0; i < m * n; i++) {
+            double sum = 0.0;
+            for (int k = 0; k < f->r; k++) sum += (double)f->u[i / n * f->r + k] * f->s[k] * f->v[i % n * f->r + k];
+            rebuilt[i] = (float)sum, expected[i] = (float)(momentum[i] * debias);
+        }
+        check_close(rebuilt, expected, (int64_t)m * n, 1e-5, "U S V^T of the debiased momentum");
+    }
+    // the step that applies them: G itself comes from an equal run without the filter's help, before its update
+    Stage *mine = &mesh_cell(&run->trainer.mesh, 0, 0)->stage;
+    meet_anchor(&run->trainer, &run->result);
+    float *grad = random_values((int64_t)m * n, 81, 1.0f);
+    memcpy(mine->grads + tensor->offset, grad, sizeof(float) * (size_t)(m * n));
+    stage_filter(mine, anchor, 0.4f, run->trainer.stream);
+    const Factor *f = &anchor->sets[anchor->front].of[7];
+    double *middle = (double *)calloc((size_t)f->r * (size_t)f->r, sizeof(double));
+    for (int a = 0; a < f->r; a++)
+        for (int b = 0; b < f->r; b++)
+            for (int i = 0; i < m * n; i++)
+                middle[a * f->r + b] += (double)f->u[i / n * f->r + a] * grad[i] * f->v[i % n * f->r + b];
+    for (int i = 0; i < m * n; i++) {
+        double sum = 0.0;
+        for (int a = 0; a < f->r; a++)
+            for (int b = 0; b < f->r; b++)
+                sum += (double)f->u[i / n * f->r + a] * f->s[a] / (f->s[a] + 1e-2) * middle[a * f->r + b] * f->s[b] /
+                       (f->s[b] + 1e-2) * f->v[i % n * f->r + b];
+        expected[i] = (float)(0.4 * grad[i] + 0.6 * sum);
+    }
+    check_close(mine->grads + tensor->offset, expected, (int64_t)m * n, 1e-5, "filtered gradient");
+    free(middle);
+    free(grad);
+    free(momentum);
+    free(expected);
+    release(rebuilt, (int64_t)m * n, "rebuilt");
+    mesh_run_close(run);
+}
+
+// An anchor beside the fast circuit takes nothing of its threads.
+static void test_anchor_threads(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP "-n 10 -p 0.5 -x 2 -y 2 --threads 3 --anchor-threads 1");
+    mesh_run_step(run);
+    check(omp_get_max_threads() == 3, "products are planned for %d threads, not 3", omp_get_max_threads());
+    mesh_run_close(run);
 }
 
 // --probe at p = 0 compares a gradient with itself; with masks it is below 1.
@@ -3808,6 +3965,9 @@ static const struct {
     {"clock", test_clock},
     {"mesh_defaults", test_mesh_defaults},
     {"mesh_clock", test_mesh_clock},
+    {"outer_steps", test_outer_steps},
+    {"anchor_update", test_anchor_update},
+    {"anchor_threads", test_anchor_threads},
 };
 
 // Enters the folder `name` that lies beside the file at `path`.

@@ -5,6 +5,10 @@
 //   Forward and backward        one layer after the other, by hand
 //   Optimizer      clipping and AdamW over the table
 //   Evaluation and generation   held-out loss, sampling with a key/value cache
+//   Mesh           cells, links, who holds which layers
+//   Pipeline       the gradients of a step, through codec and link
+//   Data parallelism            dense averages, or outer steps with PowerSGD
+//   Anchor         the thread that computes unmasked gradients and their factors
 //   Plan           what a run will need, before it starts
 //   Run            the output folder: log, checkpoints, resume
 //   Training       the loop
@@ -216,7 +220,16 @@ typedef struct {
 } Grads;
 
 // The memories of a stage that have its table's layout.
-typedef enum { ARENA_PARAMS, ARENA_GRADS, ARENA_M, ARENA_V, ARENA_GLOBAL, ARENA_OUTER, ARENA_DUE, ARENA_PENDING } Arena;
+typedef enum {
+    ARENA_PARAMS,
+    ARENA_GRADS,
+    ARENA_M,
+    ARENA_V,
+    ARENA_GLOBAL,
+    ARENA_OUTER,
+    ARENA_ERROR,
+    ARENA_PENDING
+} Arena;
 
 // A run of layers with all it owns. The stages of one model are a list; a model of one stage is a list of one.
 typedef struct Stage {
@@ -231,10 +244,9 @@ typedef struct Stage {
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
     uint16_t *rounded;             // bf16 copy of params for the products, or NULL
-    // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, due - params = what
-    // it has not told the others yet (own steps since the last average, and what compression left out), the averaged
-    // pseudo-gradient that waits to be merged
-    float *global, *outer, *due, *pending;
+    // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
+    // left out, the averaged pseudo-gradient that waits to be merged
+    float *global, *outer, *error, *pending;
     ModelTensors p, g;
     // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
     int max_B, max_T, slots, recompute, training, n_moments;
@@ -355,7 +367,7 @@ static void stage_free(Stage *stage) {
     device_free(stage->v);
     device_free(stage->global);
     device_free(stage->outer);
-    device_free(stage->due);
+    device_free(stage->error);
     device_free(stage->pending);
     device_free(stage->acts_arena);
     free(stage->p.layers);
@@ -510,7 +522,7 @@ static float *stage_arena(const Stage *stage, Arena arena) {
     case ARENA_V: return stage->v;
     case ARENA_GLOBAL: return stage->global;
     case ARENA_OUTER: return stage->outer;
-    case ARENA_DUE: return stage->due;
+    case ARENA_ERROR: return stage->error;
     case ARENA_PENDING: return stage->pending;
     }
     return NULL;
@@ -532,8 +544,8 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     }
     if (stage->meets) {
         stage->global = (float *)device_alloc(bytes), stage->outer = (float *)device_alloc(bytes);
-        stage->due = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
-        if (stage->global == NULL || stage->outer == NULL || stage->due == NULL || stage->pending == NULL) return -1;
+        stage->error = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
+        if (stage->global == NULL || stage->outer == NULL || stage->error == NULL || stage->pending == NULL) return -1;
     }
     stage->acts_arena = (floatX *)device_alloc(sizeof(float) * (size_t)stage->acts_floats);
     if (stage->acts_arena == NULL) return -1;
@@ -1236,7 +1248,6 @@ static void mesh_spread(Mesh *mesh) {
         size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
         if (stage != first) device_copy(stage->params, first->params, n_bytes);
         if (stage->meets) device_copy(stage->global, first->params, n_bytes);
-        if (stage->meets) device_copy(stage->due, first->params, n_bytes);
     }
 }
 
@@ -1253,7 +1264,7 @@ typedef struct {
 } Pass;
 
 // Multiplications and additions of a stage's forward over N rows; a backward has twice as many.
-static double stage_flops(const Stage *stage, int N, int T) {
+static double stage_flops(const Stage *stage, double N, int T) {
     const Config *c = &stage->config;
     double matrices = 0.0;
     for (int i = 0; i < stage->n_tensors; i++)
@@ -1401,9 +1412,12 @@ static int pass_masked(void *context, int boundary, floatX *to, const floatX *fr
 // ---------------------------------------------------------------------------------------------------------------------
 // Data parallelism: dense averages of gradients, or Streaming DiLoCo (Douillard et al. 2025) with PowerSGD
 
+enum { MAX_FRAGMENTS = 4096 };
+
 typedef struct {
     int local_steps, n_fragments, overlap, rank;
     float lr, momentum, mix;
+    int64_t begun[MAX_FRAGMENTS]; // step at which the average in flight began, 0: none
 } Outer;
 
 // Tensor ranks: full for small ones.
@@ -1412,7 +1426,7 @@ static int powersgd_rank(const Tensor *tensor, int rank) {
     return small < rank ? (int)small : rank;
 }
 
-// Where a tensor's warm start lies in powersgd_q; *total = floats of all.
+// Where a tensor's warm start lies in powersgd_q.
 static int64_t powersgd_offset(const Stage *stage, int at, int rank) {
     int64_t offset = 0;
     for (int i = 0; i < at; i++)
@@ -1549,10 +1563,10 @@ static int outer_begins(const Outer *outer, int fragment, int64_t done) {
 }
 
 static int outer_merges(const Outer *outer, int fragment, int64_t done) {
-    return outer_begins(outer, fragment, done - outer->overlap);
+    return outer->begun[fragment] > 0 && done >= outer->begun[fragment] + outer->overlap;
 }
 
-// One matrix: PowerSGD of every replica's delta (in `due`, which keeps what is left out), averaged, into pending.
+// One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
 static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
     const Stage *first = &mesh_cell(mesh, 0, s)->stage;
@@ -1562,12 +1576,12 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     for (int i = 0; i < R; i++) {
         Cell *cell = mesh_cell(mesh, i, s);
         left[i] = mesh->exchange + i * mesh->exchange_floats, right[i] = cell->powersgd_q + at;
-        powersgd_left(left[i], cell->stage.due + tensor->offset, right[i], m, n, r, mesh->stream);
+        powersgd_left(left[i], cell->stage.error + tensor->offset, right[i], m, n, r, mesh->stream);
     }
     if (mesh_average(mesh, s, owner, left, m, r, 1)) return -1;
     for (int i = 0; i < R; i++) {
         Stage *stage = &mesh_cell(mesh, i, s)->stage;
-        float *delta = stage->due + tensor->offset;
+        float *delta = stage->error + tensor->offset;
         powersgd_right(right[i], delta, left[i], m, n, r, mesh->stream);
         powersgd_error(delta, delta, left[i], right[i], m, n, r, mesh->stream);
     }
@@ -1578,17 +1592,11 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     return stream_check(mesh->stream);
 }
 
-// to[i] = a[i] + sign * b[i]
-static void add_scaled(float *to, const float *a, const float *b, float sign, int64_t n, Stream *stream) {
-#pragma omp parallel for simd num_threads(stream->threads)
-    for (int64_t i = 0; i < n; i++) to[i] = a[i] + sign * b[i];
-}
-
-// Begins the outer step of a fragment: each replica's own steps since the last one, and what compression left out then,
-// are averaged. A merge's own jump is no such step: with --mix a share of every difference between replicas stays after
-// a merge, and counting (global - local) again and again made runs diverge.
+// Begins the outer step of a fragment: pseudo-gradient (global - local) plus what was left out before, averaged. Of
+// what is left out now, a share `mix` is still in (global - local) after the merge; only the rest is remembered.
+// Remembering all of it counted that share again and again, and runs diverged.
 static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int owner) {
-    float *values[MESH_MAX_REPLICAS];
+    float *values[MESH_MAX_REPLICAS], kept = 1.0f - outer->mix;
     int R = mesh->n_replicas;
     for (int s = 0; s < mesh->n_stages; s++) {
         const Stage *first = &mesh_cell(mesh, 0, s)->stage;
@@ -1597,19 +1605,23 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
             if (tensor->fragment != fragment) continue;
             for (int r = 0; r < R; r++) {
                 Stage *stage = &mesh_cell(mesh, r, s)->stage;
-                float *delta = stage->due + tensor->offset;
-                add_scaled(delta, delta, stage->params + tensor->offset, -1.0f, tensor->n, mesh->stream);
+                float *error = stage->error + tensor->offset, *global = stage->global + tensor->offset;
+                float *local = stage->params + tensor->offset;
+#pragma omp parallel for simd num_threads(mesh->stream->threads)
+                for (int64_t i = 0; i < tensor->n; i++) error[i] += global[i] - local[i];
                 values[r] = stage->pending + tensor->offset;
-                if (tensor->n_dims == 1) device_copy(values[r], delta, sizeof(float) * (size_t)tensor->n);
-                if (tensor->n_dims == 1) device_zero(delta, sizeof(float) * (size_t)tensor->n);
+                if (tensor->n_dims == 1) device_copy(values[r], error, sizeof(float) * (size_t)tensor->n);
+                if (tensor->n_dims == 1) device_zero(error, sizeof(float) * (size_t)tensor->n);
             }
-            if (tensor->n_dims == 2 ? mesh_average_matrix(mesh, s, owner, t, outer->rank)
-                                    : mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0))
-                return -1;
+            if (tensor->n_dims == 1) {
+                if (mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)) return -1;
+                continue;
+            }
+            if (mesh_average_matrix(mesh, s, owner, t, outer->rank)) return -1;
             for (int r = 0; r < R; r++) {
-                Stage *stage = &mesh_cell(mesh, r, s)->stage;
-                float *due = stage->due + tensor->offset;
-                add_scaled(due, due, stage->params + tensor->offset, 1.0f, tensor->n, mesh->stream);
+                float *error = mesh_cell(mesh, r, s)->stage.error + tensor->offset;
+#pragma omp parallel for simd num_threads(mesh->stream->threads)
+                for (int64_t i = 0; i < tensor->n; i++) error[i] *= kept;
             }
         }
     }
@@ -1627,14 +1639,11 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
             if (tensor->fragment != fragment) continue;
             float *pending = stage->pending + tensor->offset, *moment = stage->outer + tensor->offset;
             float *global = stage->global + tensor->offset, *local = stage->params + tensor->offset;
-            float *due = stage->due + tensor->offset;
 #pragma omp parallel for simd num_threads(mesh->stream->threads)
             for (int64_t j = 0; j < tensor->n; j++) {
                 moment[j] = momentum * moment[j] + pending[j];
                 global[j] -= lr * (pending[j] + momentum * moment[j]);
-                float merged = mix * local[j] + (1.0f - mix) * global[j];
-                due[j] += merged - local[j];
-                local[j] = merged;
+                local[j] = mix * local[j] + (1.0f - mix) * global[j];
             }
         }
         clock_receive(&cell->clock, cell->merge_at);
@@ -1642,20 +1651,25 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
 }
 
 // What is due after `done` local steps.
-static int mesh_outer(Mesh *mesh, const Outer *outer, int64_t done) {
+static int mesh_outer(Mesh *mesh, Outer *outer, int64_t done) {
     for (int f = 0; f < outer->n_fragments; f++) {
         int owner = (int)((f + done / outer->local_steps) % mesh->n_replicas);
-        if (outer_begins(outer, f, done) && mesh_begin_merge(mesh, outer, f, owner)) return -1;
-        if (outer_merges(outer, f, done)) mesh_merge(mesh, outer, f, outer->mix);
+        if (outer_begins(outer, f, done)) {
+            if (mesh_begin_merge(mesh, outer, f, owner)) return -1;
+            outer->begun[f] = done;
+        }
+        if (!outer_merges(outer, f, done)) continue;
+        mesh_merge(mesh, outer, f, outer->mix);
+        outer->begun[f] = 0;
     }
     return 0;
 }
 
 // The end of a run: averages in flight are merged, then everything once more, without mixing: all replicas are equal.
-static int mesh_outer_finish(Mesh *mesh, const Outer *outer, int64_t done) {
+static int mesh_outer_finish(Mesh *mesh, Outer *outer) {
     for (int f = 0; f < outer->n_fragments; f++) {
-        for (int64_t ago = 0; ago < outer->overlap; ago++)
-            if (outer_begins(outer, f, done - ago)) mesh_merge(mesh, outer, f, outer->mix);
+        if (outer->begun[f] > 0) mesh_merge(mesh, outer, f, outer->mix);
+        outer->begun[f] = 0;
         if (mesh_begin_merge(mesh, outer, f, f % mesh->n_replicas)) return -1;
         mesh_merge(mesh, outer, f, 0.0f);
     }
@@ -1711,7 +1725,7 @@ typedef struct {
     int front, deliveries;
     int64_t launched, delivered; // fast step of the snapshot at work, and of the factors in front; -1: none
     double delivered_loss, delivered_seconds; // of the pass that gave the factors in front
-    int64_t sent_bytes;                       // by the anchor's own cells
+    int64_t factor_bytes, boundary_bytes;     // sent to the replicas, and between the anchor's own stages
     double launched_at;                       // simulated time at which the snapshot was there
     // between the two, under the mutex
     pthread_t thread;
@@ -1822,8 +1836,7 @@ static void *anchor_thread(void *argument) {
     return NULL;
 }
 
-// Takes the snapshot and sets the thread to work. from: the replica whose parameters (or merged ones) are taken;
-// through: values are rounded as they would travel.
+// Takes the snapshot of a model's arena and sets the thread to work. rounded: values are rounded as they would travel.
 static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int rounded, int64_t step) {
     int at = 0;
     for (const Stage *stage = model; stage != NULL; stage = stage->next) {
@@ -1865,10 +1878,13 @@ static int anchor_deliver(Anchor *anchor) {
 
 // Memory and thread. The fields fixed at start are set by the caller.
 static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
+    int threads = omp_get_max_threads(), result;
     anchor->launched = anchor->delivered = -1;
     pthread_mutex_init(&anchor->mutex, NULL);
     pthread_cond_init(&anchor->changed, NULL);
-    if (stream_create(&anchor->stream, anchor->precision, anchor->threads)) return -1;
+    result = stream_create(&anchor->stream, anchor->precision, anchor->threads);
+    omp_set_num_threads(threads); // of the calling thread: its products are planned for all of them
+    if (result != 0) return -1;
     if (stage_table(&anchor->stage, config, 0, config->n_layers)) return -1;
     anchor->stage.n_moments = 1, anchor->stage.unrounded = anchor->unrounded;
     if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
@@ -2117,6 +2133,10 @@ static int mesh_is_finite(const Mesh *mesh, Stream *stream) {
     return finite;
 }
 
+static json_t *real_or_null(double value) {
+    return isfinite(value) ? json_real(value) : json_null();
+}
+
 // What a replica's state file holds beside the model file: local parameters where the model file has the merged ones,
 // moments, and the state of outer steps. Returns how many arenas.
 static int replica_arenas(const Stage *model, int replica, Arena *arenas, const char **prefixes) {
@@ -2125,7 +2145,7 @@ static int replica_arenas(const Stage *model, int replica, Arena *arenas, const 
         const char *prefix;
         int of_meeting;
     } all[] = {{ARENA_PARAMS, "p.", 0},       {ARENA_M, "m.", 0},         {ARENA_V, "v.", 0},
-               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_DUE, "due.", 1},
+               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_ERROR, "error.", 1},
                {ARENA_PENDING, "pending.", 1}};
     int n = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -2214,8 +2234,8 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
     return result;
 }
 
-// The anchor's state: momentum and both sets of factors. The pass at work is finished first, so that the file and what
-// run.json says of it fit together; the factors wait in their set as they would in memory.
+// The anchor's state: momentum and both sets of factors. run_save has waited for the pass at work, so
+// that the file and what run.json says of it fit together; the factors wait in their set as they would in memory.
 static int anchor_save(Trainer *trainer, const char *folder) {
     static const Arena momentum = ARENA_M;
     char path[PATH_MAX], name[32];
@@ -2236,11 +2256,13 @@ static int anchor_save(Trainer *trainer, const char *folder) {
 }
 
 static json_t *anchor_to_json(const Anchor *anchor) {
-    return json_pack("{s:b, s:b, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:f, s:f}", "ready", anchor->state == ANCHOR_READY,
-                     "useless", anchor->useless, "front", anchor->front, "deliveries", anchor->deliveries, "launched",
-                     (json_int_t)anchor->launched, "delivered", (json_int_t)anchor->delivered, "samples",
-                     (json_int_t)anchor->samples, "passes", (json_int_t)anchor->passes, "sent_bytes",
-                     (json_int_t)anchor->sent_bytes, "launched_at", anchor->launched_at, "seconds", anchor->seconds);
+    return json_pack("{s:b, s:b, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:o}", "ready",
+                     anchor->state == ANCHOR_READY, "useless", anchor->useless, "front", anchor->front, "deliveries",
+                     anchor->deliveries, "launched", (json_int_t)anchor->launched, "delivered",
+                     (json_int_t)anchor->delivered, "samples", (json_int_t)anchor->samples, "passes",
+                     (json_int_t)anchor->passes, "factor_bytes", (json_int_t)anchor->factor_bytes, "boundary_bytes",
+                     (json_int_t)anchor->boundary_bytes, "launched_at", anchor->launched_at, "seconds", anchor->seconds,
+                     "loss", real_or_null(anchor->loss));
 }
 
 static int anchor_load(Trainer *trainer, const char *folder, const json_t *state) {
@@ -2256,9 +2278,11 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
     anchor->delivered = json_integer_value(json_object_get(saved, "delivered"));
     anchor->samples = json_integer_value(json_object_get(saved, "samples"));
     anchor->passes = json_integer_value(json_object_get(saved, "passes"));
-    anchor->sent_bytes = json_integer_value(json_object_get(saved, "sent_bytes"));
+    anchor->factor_bytes = json_integer_value(json_object_get(saved, "factor_bytes"));
     anchor->launched_at = json_number_value(json_object_get(saved, "launched_at"));
     anchor->seconds = json_number_value(json_object_get(saved, "seconds"));
+    anchor->loss = json_number_value(json_object_get(saved, "loss"));
+    anchor->boundary_bytes = json_integer_value(json_object_get(saved, "boundary_bytes"));
     anchor->useless = json_is_true(json_object_get(saved, "useless"));
     if (path_join(path, folder, "anchor.bin") || safetensors_open(&file, path)) return -1;
     for (int i = 0; i < anchor->stage.n_tensors && result == 0; i++) {
@@ -2274,7 +2298,11 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
         result = tensor == NULL ? -1 : safetensor_read(anchor->sets[i].memory, tensor, 0, anchor->sets[i].n_floats);
     }
     safetensors_close(&file);
-    if (result == 0 && json_is_true(json_object_get(saved, "ready"))) anchor->state = ANCHOR_READY;
+    if (result == 0 && anchor->launched >= 0 && !json_is_true(json_object_get(saved, "ready")))
+        result = error_set("--resume: the anchor's pass in the checkpoint is not finished");
+    pthread_mutex_lock(&anchor->mutex);
+    if (result == 0 && anchor->launched >= 0) anchor->state = ANCHOR_READY;
+    pthread_mutex_unlock(&anchor->mutex);
     return result;
 }
 
@@ -2305,12 +2333,16 @@ static json_t *progress_to_json(const Trainer *trainer) {
     json_t *clocks = json_array();
     for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
         json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i]));
-    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION, "step",
-                     (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples,
-                     "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
+    json_t *begun = json_array();
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
+    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION,
+                     "step", (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples",
+                     (json_int_t)p->samples, "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
                      isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", data_hash(trainer),
-                     "cells", clocks, "anchor", trainer->anchored ? anchor_to_json(&trainer->anchor) : json_null(),
-                     "options", cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
+                     "cells", clocks, "averages_begun", begun, "anchor",
+                     trainer->anchored ? anchor_to_json(&trainer->anchor) : json_null(), "options",
+                     cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
 }
 
 // Saves step_N: model.bin (fp32, usable with -m), a state file for every replica and the anchor, run.json. A weight
@@ -2321,7 +2353,8 @@ static int run_save(Trainer *trainer) {
     Run *run = &trainer->run;
     int64_t step = trainer->progress.step;
     if (run->saved_step == step) return 0;
-    if (trainer->anchored) anchor_state(&trainer->anchor, 1);
+    if (trainer->anchored && anchor_state(&trainer->anchor, 1) == ANCHOR_FAILED)
+        return error_set("anchor: %.900s", trainer->anchor.error);
     if (!mesh_is_finite(mesh, trainer->stream))
         return error_set("step %lld: a weight is not finite; not saved", (long long)step);
     json_t *json = progress_to_json(trainer);
@@ -2400,7 +2433,11 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        if (strcmp(name, "model") == 0 || strcmp(name, "init") == 0 || strcmp(name, "seq") == 0)
+        static const char *const fixed[] = {"model",     "init",    "seq",           "dp",         "local-steps",
+                                            "fragments", "overlap", "powersgd-rank", "anchor-rank"};
+        int is_fixed = 0;
+        for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
+        if (is_fixed)
             result = error_set("--resume: --%s differs from the run's; leave it out, or start a new run", name);
         else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0 &&
                  strcmp(name, "dry-run") != 0)
@@ -2439,6 +2476,9 @@ static int resume_state(Trainer *trainer, const json_t *state) {
         return error_set("--resume: the run had %zu cells, now there are %d", json_array_size(cells),
                          mesh->n_replicas * mesh->n_stages);
     for (size_t i = 0; i < json_array_size(cells); i++) cell_from_json(&mesh->cells[i], json_array_get(cells, i));
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        trainer->outer.begun[f] =
+            json_integer_value(json_array_get(json_object_get(state, "averages_begun"), (size_t)f));
     if (checkpoint_path(folder, trainer->run.path, p->step, "")) return -1;
     for (int r = 0; r < mesh->n_replicas; r++)
         if (replica_load(trainer, folder, r)) return -1;
@@ -2569,7 +2609,7 @@ static void print_plan(const Trainer *trainer) {
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
-    if (mesh->n_replicas * mesh->n_stages > 1) print_mesh(trainer);
+    if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored) print_mesh(trainer);
 }
 
 // What an outer average sends of each tensor at PowerSGD's ranks: of the first layer, which stands for all, of what is
@@ -2666,23 +2706,26 @@ static void launch_anchor(Trainer *trainer) {
                   !follows && trainer->anchor.wire == WIRE_BF16, trainer->progress.step);
 }
 
-// Books what a delivery sends: the anchor's own unmasked boundaries, and the factors to every replica. In simulated
-// time the pass ran on as many cells as a replica has.
+// Books a delivery: the factors go to every replica, each of which passes them on; the anchor's own stages have sent
+// each other whole boundaries. In simulated time the pass ran on as many cells as a replica has, and a fast circuit
+// that waits for a fixed delay waits there too.
 static void book_anchor(Trainer *trainer, StepResult *result) {
-    const Anchor *anchor = &trainer->anchor;
+    Anchor *anchor = &trainer->anchor;
     Mesh *mesh = &trainer->mesh;
     int64_t size = anchor->wire == WIRE_BF16 ? 2 : 4, tokens = (int64_t)anchor->batch * anchor->T, factors = 0;
     int64_t boundaries = 2 * size * tokens * trainer->config.channels * (mesh->n_stages - 1);
-    for (int s = 0; s < mesh->n_stages; s++)
-        factors += mesh->n_replicas * anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
-    double took = mesh->device_flops > 0.0 ? 3.0 * stage_flops(&anchor->stage, (int)tokens, anchor->T) /
+    for (int s = 0; s < mesh->n_stages && !anchor->useless; s++)
+        factors += anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
+    double took = mesh->device_flops > 0.0 ? 3.0 * stage_flops(&anchor->stage, (double)tokens, anchor->T) /
                                                  (mesh->device_flops * mesh->n_stages)
                                            : anchor->seconds;
     Clock sender = {anchor->launched_at + took, 0.0};
+    clock_send(&sender, mesh->speed, boundaries / mesh->n_stages);
     double ready = clock_send(&sender, mesh->speed, factors / mesh->n_stages);
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) clock_receive(&mesh->cells[i].clock, ready);
-    result->sent.bytes[TRAFFIC_ANCHOR] += boundaries + factors;
-    trainer->anchor.sent_bytes += boundaries + factors;
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages && trainer->anchor_delay > 0; i++)
+        clock_receive(&mesh->cells[i].clock, ready);
+    result->sent.bytes[TRAFFIC_ANCHOR] += mesh->n_replicas * factors;
+    anchor->factor_bytes += mesh->n_replicas * factors, anchor->boundary_bytes += boundaries;
 }
 
 // Before a step: takes the anchor's factors if they are due, and gives it the next snapshot.
@@ -2749,7 +2792,8 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     return 0;
 }
 
-// Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. *norm: over the first replica.
+// Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is the first
+// replica's.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
@@ -2808,6 +2852,8 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (probing) result->probe[2] = model_cosine(mesh_model(mesh, 0), probe->whole, 1);
     p->step++;
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
+    if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
+        return -1;
     for (int i = 0; i < n_cells; i++) {
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
             result->sent.bytes[k] += mesh->cells[i].step.bytes[k];
@@ -2900,10 +2946,6 @@ static double bytes_per_token(const Trainer *trainer, int64_t n_bytes, int64_t n
     return n_tokens > 0 ? (double)n_bytes / trainer->mesh.n_stages / (double)n_tokens : 0.0;
 }
 
-static json_t *real_or_null(double value) {
-    return isfinite(value) ? json_real(value) : json_null();
-}
-
 // A step's line in the log. Traffic in bytes: of all cells, and for each cell [forward, backward, dp, anchor].
 static json_t *step_to_json(Trainer *trainer, const StepResult *result, double tok_s) {
     const Progress *p = &trainer->progress;
@@ -2922,7 +2964,7 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(line, "cosine",
                             json_pack("{s:f, s:f, s:f}", "all", result->probe[0], "blocks", result->probe[1],
                                       "filtered", result->probe[2]));
-    if (mesh->n_replicas * mesh->n_stages == 1) return line;
+    if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
@@ -2956,8 +2998,9 @@ static int probe_validation(Trainer *trainer, json_t *line) {
 static void print_traffic(const Trainer *trainer) {
     static const char *const names[TRAFFIC_KINDS] = {"forward", "backward", "replicas", "anchor"};
     const Mesh *mesh = &trainer->mesh;
-    int64_t kinds[TRAFFIC_KINDS] = {0, 0, 0, trainer->anchor.sent_bytes}, all = 0, tokens = trainer->progress.tokens;
-    if (mesh->n_replicas * mesh->n_stages == 1) return;
+    const Anchor *anchor = &trainer->anchor;
+    int64_t kinds[TRAFFIC_KINDS] = {0, 0, 0, anchor->factor_bytes}, all = 0, tokens = trainer->progress.tokens;
+    if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return;
     printf("traffic, MB sent    %12s %12s %12s %12s\n", names[0], names[1], names[2], names[3]);
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         const Cell *cell = &mesh->cells[i];
@@ -2969,7 +3012,8 @@ static void print_traffic(const Trainer *trainer) {
         printf("\n");
     }
     if (trainer->anchored)
-        printf("  anchor            %12s %12s %12s %12.3f\n", "", "", "", 1e-6 * (double)trainer->anchor.sent_bytes);
+        printf("  anchor            %12.3f %12.3f %12s %12.3f\n", 0.5e-6 * (double)anchor->boundary_bytes,
+               0.5e-6 * (double)anchor->boundary_bytes, "", 1e-6 * (double)anchor->factor_bytes);
     printf("  bytes a token    ");
     for (int k = 0; k < TRAFFIC_KINDS; k++) {
         printf(" %12.1f", bytes_per_token(trainer, kinds[k], tokens));
@@ -3008,9 +3052,6 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
                    (long long)(p->step - p->adam_steps));
         }
         json_t *line = step_to_json(trainer, &result, tok_s);
-        if (p->step == trainer->n_steps && trainer->dp == MESH_DP_DILOCO &&
-            mesh_outer_finish(&trainer->mesh, &trainer->outer, p->step))
-            return -1;
         if (is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) {
             if (validate(trainer, &val_loss)) return -1;
             if (isfinite(val_loss)) json_object_set_new(line, "val_loss", json_real(val_loss));
@@ -3151,7 +3192,7 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
     if (!training) *n_replicas = 1, trainer->anchored = 0, trainer->dp = MESH_DP_NONE;
     if (strcmp(opts->anchor_delay, "auto") != 0) {
         long delay = strtol(opts->anchor_delay, &end, 10);
-        if (end == opts->anchor_delay || *end != '\0' || delay < 1 || delay > 1000000000)
+        if (end == opts->anchor_delay || *end != '\0' || delay < 1 || delay > 1000000)
             return error_set("--anchor-delay %s: a number of steps from 1 on, or auto", opts->anchor_delay);
         trainer->anchor_delay = (int)delay;
     }
@@ -3348,12 +3389,12 @@ static int run_program(Trainer *trainer) {
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
     if (result == 0) result = prepare(trainer, &file, action);
     if (result == 0 && trainer->opts.dry_run) {
-        int cells = trainer->mesh.n_replicas * trainer->mesh.n_stages;
+        int cells = trainer->mesh.n_replicas * trainer->mesh.n_stages + trainer->anchored;
         if (cells > 1) result = print_estimate(trainer);
-        if (result == 0) result = mesh_fits(trainer);
-        if (result != 0 && cells > 1) { // a mesh may be planned on a machine that cannot hold all of it
+        int too_large = result == 0 && mesh_fits(trainer);
+        if (too_large && cells == 1) result = -1;
+        if (too_large && cells > 1) { // a mesh may be planned on a machine that cannot hold all of it
             printf("all cells in one process: %s\n", error_message);
-            result = 0;
         }
     } else if (result == 0) {
         result = load(trainer, &file);

@@ -163,10 +163,13 @@ static inline int stream_workers(Stream *stream) {
     if (stream->workers != NULL) return 0;
     stream->workers = (Stream **)calloc((size_t)stream->threads, sizeof(Stream *));
     if (stream->workers == NULL) return error_set("out of memory for %d streams", stream->threads);
-    for (int i = 0; i < stream->threads; i++)
-        if (stream_create(&stream->workers[i], stream->precision, 1)) return -1;
+    int result = 0;
+    for (int i = 0; i < stream->threads && result == 0; i++)
+        result = stream_create(&stream->workers[i], stream->precision, 1);
     omp_set_num_threads(stream->threads);
-    return 0;
+    for (int i = 0; i < stream->threads && result != 0; i++) stream_destroy(stream->workers[i]);
+    if (result != 0) free(stream->workers), stream->workers = NULL;
+    return result;
 }
 
 // The calling thread's worker, inside a parallel region of the stream's threads. Products planned from here on in the

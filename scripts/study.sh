@@ -4,12 +4,10 @@
 #   study_run NAME OPTIONS...   one run, unless the CSV has it
 #   study_table                 the CSV as a table
 #
-# Set from outside: STEPS (150), LR (1e-3), TAG (default), DATA and VAL (the medical definitions), OUTER (options of the
-# outer steps: plain averages of rank 8, since the defaults diverge on a run this short; see README).
+# Set from outside: STEPS (100), LR (1e-3), TAG (default), DATA and VAL (the medical definitions).
 set -eu
-STEPS=${STEPS:-150} LR=${LR:-1e-3} TAG=${TAG:-default}
+STEPS=${STEPS:-100} LR=${LR:-1e-3} TAG=${TAG:-default}
 DATA=${DATA:-data/medical/train.jsonl} VAL=${VAL:-data/medical/val.jsonl}
-OUTER=${OUTER:---outer-lr 1 --outer-momentum 0 --powersgd-rank 8}
 study_folder=runs/$study-$TAG
 study_csv=$study_folder.csv
 columns=name,val_loss,val_masked,cos_blocks,cos_filtered,bytes_token,sim_tok_s,seconds,options
@@ -29,8 +27,7 @@ study_run() {
     run=$study_folder/$name
     rm -rf "$run"
     mkdir -p "$run"
-    # shellcheck disable=SC2086  # OUTER is a list of options
-    ./train $OUTER -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b 8 -t 256 -y 4 \
+    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b 8 -t 256 -y 4 \
         --val-every $((STEPS / 3)) --val-tokens 32768 --save-every 1000000 --keep 1 --probe $((STEPS / 6)) \
         --link-mbps 200 --device-tflops 4 "$@" > "$run/output.txt" 2>&1 ||
         { tail -3 "$run/output.txt"; echo "study: $name failed, see $run/output.txt"; return 1; }
