@@ -2033,6 +2033,13 @@ static void test_program(void) {
     check_run(1, NULL, SMALL "-y 3", "the model has 2 layers");
     check_run(1, NULL, SMALL "--anchor 1", "at least two replicas");
     check_run(1, NULL, SMALL "-x 2 --anchor 1", "nothing is masked");
+    check_run(1, NULL, SMALL "-p 0.5 -y 1", "there is one stage");
+    check_run(1, NULL, SMALL "--alpha 0.5", "--alpha has no effect");
+    check_run(1, NULL, SMALL "-x 2 --dp dense --mix 0.1", "--mix has no effect");
+    check_run(1, NULL, SMALL "-p 0.5 -y 2 -x 1 --anchor-rank 3", "--anchor-rank has no effect");
+    check_run(1, NULL, SMALL "--eval-masked", "goes with --eval");
+    check_run(1, NULL, SMALL "-m @/corpus.jsonl --eval --eval-masked", "not both");
+    check_run(1, NULL, SMALL "-p 0.5 -b 5000 --micro-batch 1", "4095 micro-batches");
     check_run(1, NULL, SMALL "-p 0.5 --anchor-delay soon", "a number of steps from 1 on, or auto");
     check_run(1, NULL, SMALL "-x 2 --local-steps 3 --fragments 4", "--fragments 4");
     check_run(1, NULL, SMALL "-x 2 --local-steps 3 --overlap 3", "--overlap 3");

@@ -1129,7 +1129,8 @@ typedef struct {
     float grad_scale;  // 1 / targets that the step's loss counts
     double grad_norm, loss_sum;
     Clock clock;
-    double merge_at; // simulated time at which averages in flight are complete
+    double averaging; // simulated time to which the average at work has come
+    double *merge_at; // (fragments) simulated time at which the average in flight is complete
     Sent step, total;
 } Cell;
 
@@ -1167,6 +1168,7 @@ static void mesh_free(Mesh *mesh) {
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
         free(mesh->cells[i].powersgd_q);
+        free(mesh->cells[i].merge_at);
     }
     for (int i = 0; i < n_links && mesh->forward != NULL && mesh->backward != NULL; i++) {
         link_free(&mesh->forward[i]);
@@ -1455,7 +1457,8 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
         if (!stage->meets) continue;
         int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
         cell->powersgd_q = (float *)malloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
-        if (cell->powersgd_q == NULL) return error_set("out of memory for PowerSGD");
+        cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
+        if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->n_dims != 2) continue;
@@ -1474,6 +1477,16 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
     return mesh->message != NULL ? 0 : error_set("out of memory for messages");
 }
 
+// Sends part of an average while the cell computes on; returns the arrival. The uplink's time is taken at once: where
+// the data are not there yet, other messages use it meanwhile.
+static double cell_send_behind(Mesh *mesh, Cell *cell, int64_t n_bytes) {
+    Clock sender = {fmax(cell->averaging, cell->clock.now), cell->clock.uplink_free};
+    double arrival = clock_send(&sender, mesh->speed, n_bytes);
+    clock_send(&cell->clock, mesh->speed, n_bytes);
+    cell->step.bytes[TRAFFIC_DP] += n_bytes;
+    return arrival;
+}
+
 // Averages rows x cols floats over the replicas of a stage: values[r] in, the same bytes for all out. The owner
 // receives from all, adds in the order of the replicas (its own values go through the wire's rounding too), and sends
 // the mean back.
@@ -1482,19 +1495,19 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
     int R = mesh->n_replicas;
     memset(&plain, 0, sizeof plain);
     for (int r = 0; r < R; r++) {
+        Cell *cell = mesh_cell(mesh, r, stage);
         int64_t n_bytes =
             codec_encode(&mesh->codec, &plain, values[r], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
         if (n_bytes < 0) return -1;
         if (r == owner) {
             if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
                 return -1;
-        } else if (cell_send(mesh, mesh_cell(mesh, r, stage), mesh_meeting(mesh, stage, r, owner), n_bytes, TRAFFIC_DP,
-                             1)) {
+        } else if (link_send(mesh_meeting(mesh, stage, r, owner), mesh->message, n_bytes,
+                             cell_send_behind(mesh, cell, n_bytes))) {
             return -1;
         }
     }
     Cell *keeper = mesh_cell(mesh, owner, stage);
-    double complete = keeper->merge_at;
     for (int r = 0; r < R; r++) {
         int64_t n_bytes;
         double arrival;
@@ -1503,7 +1516,7 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
                 LINK_OK ||
             codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
             return -1;
-        complete = arrival > complete ? arrival : complete;
+        keeper->averaging = fmax(keeper->averaging, arrival);
     }
     for (int64_t i = 0; i < (int64_t)rows * cols; i++) {
         float sum = 0.0f;
@@ -1518,18 +1531,15 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
         Cell *cell = mesh_cell(mesh, r, stage);
         if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream)) return -1;
         if (r == owner) continue;
-        keeper->step.bytes[TRAFFIC_DP] += n_bytes;
-        Clock sender = {complete, keeper->clock.uplink_free}; // its uplink works in the background
-        cell->merge_at = fmax(cell->merge_at, clock_send(&sender, mesh->speed, n_bytes));
-        keeper->clock.uplink_free = sender.uplink_free;
+        cell->averaging = fmax(cell->averaging, cell_send_behind(mesh, keeper, n_bytes));
     }
-    keeper->merge_at = fmax(keeper->merge_at, keeper->clock.uplink_free);
     return 0;
 }
 
 // --dp dense: every replica gets the sum of all gradients of its stage. They are scaled by the targets of all already.
 static int mesh_sum_gradients(Mesh *mesh) {
     float *values[MESH_MAX_REPLICAS];
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
     for (int s = 0; s < mesh->n_stages; s++) {
         const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
         for (int t = 0; t < stage->n_tensors; t++) {
@@ -1549,7 +1559,7 @@ static int mesh_sum_gradients(Mesh *mesh) {
         }
         for (int r = 0; r < mesh->n_replicas; r++) {
             Cell *cell = mesh_cell(mesh, r, s);
-            clock_receive(&cell->clock, cell->merge_at);
+            clock_receive(&cell->clock, cell->averaging);
         }
     }
     return 0;
@@ -1598,6 +1608,7 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
 static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int owner) {
     float *values[MESH_MAX_REPLICAS], kept = 1.0f - outer->mix;
     int R = mesh->n_replicas;
+    for (int i = 0; i < R * mesh->n_stages; i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
     for (int s = 0; s < mesh->n_stages; s++) {
         const Stage *first = &mesh_cell(mesh, 0, s)->stage;
         for (int t = 0; t < first->n_tensors; t++) {
@@ -1625,6 +1636,7 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
             }
         }
     }
+    for (int i = 0; i < R * mesh->n_stages; i++) mesh->cells[i].merge_at[fragment] = mesh->cells[i].averaging;
     return 0;
 }
 
@@ -1646,7 +1658,7 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
                 local[j] = mix * local[j] + (1.0f - mix) * global[j];
             }
         }
-        clock_receive(&cell->clock, cell->merge_at);
+        clock_receive(&cell->clock, cell->merge_at[fragment]);
     }
 }
 
@@ -1736,6 +1748,17 @@ typedef struct {
     char error[ERROR_MAX];
     int held; // tests keep a finished pass back with this
 } Anchor;
+
+// Bytes of one set of factors.
+static int64_t factors_bytes(const Stage *stage, int rank) {
+    int64_t floats = 0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        int64_t m = tensor->shape[0], n = tensor->shape[1], small = m < n ? m : n;
+        if (tensor->block) floats += (m + n + 2) * (rank == 0 || small < rank ? small : rank);
+    }
+    return 4 * floats;
+}
 
 static int factor_set_alloc(FactorSet *set, const Stage *stage, int rank) {
     const Tensor *last = &stage->tensors[stage->n_tensors - 1];
@@ -1905,6 +1928,8 @@ static void anchor_stop(Anchor *anchor) {
         pthread_cond_broadcast(&anchor->changed);
         pthread_mutex_unlock(&anchor->mutex);
         pthread_join(anchor->thread, NULL);
+        pthread_mutex_destroy(&anchor->mutex);
+        pthread_cond_destroy(&anchor->changed);
     }
     for (int i = 0; i < 2; i++) {
         device_free(anchor->sets[i].memory);
@@ -2312,11 +2337,14 @@ static Arena result_arena(const Trainer *trainer) {
 }
 
 // What a cell has sent and its simulated time, for run.json.
-static json_t *cell_to_json(const Cell *cell) {
+static json_t *cell_to_json(const Cell *cell, int n_fragments) {
     const int64_t *total = cell->total.bytes;
-    return json_pack("{s:[I,I,I,I], s:f, s:f, s:f}", "sent", (json_int_t)total[0], (json_int_t)total[1],
+    json_t *merge_at = json_array();
+    for (int f = 0; f < n_fragments && cell->merge_at != NULL; f++)
+        json_array_append_new(merge_at, json_real(cell->merge_at[f]));
+    return json_pack("{s:[I,I,I,I], s:f, s:f, s:o}", "sent", (json_int_t)total[0], (json_int_t)total[1],
                      (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now, "uplink_free",
-                     cell->clock.uplink_free, "merge_at", cell->merge_at);
+                     cell->clock.uplink_free, "merge_at", merge_at);
 }
 
 static void cell_from_json(Cell *cell, const json_t *saved) {
@@ -2324,7 +2352,8 @@ static void cell_from_json(Cell *cell, const json_t *saved) {
     for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
     cell->clock.now = json_number_value(json_object_get(saved, "now"));
     cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
-    cell->merge_at = json_number_value(json_object_get(saved, "merge_at"));
+    for (size_t f = 0; f < json_array_size(json_object_get(saved, "merge_at")) && cell->merge_at != NULL; f++)
+        cell->merge_at[f] = json_number_value(json_array_get(json_object_get(saved, "merge_at"), f));
 }
 
 // What run.json of a checkpoint says.
@@ -2332,7 +2361,7 @@ static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
     json_t *clocks = json_array();
     for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
-        json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i]));
+        json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i], trainer->outer.n_fragments));
     json_t *begun = json_array();
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
@@ -2506,18 +2535,22 @@ static void bytes_add(StageBytes *sum, const StageBytes *more) {
 static void mesh_bytes(const Trainer *trainer, StageBytes *cells, int64_t *anchor) {
     const Mesh *mesh = &trainer->mesh;
     Stage whole;
+    int64_t largest = 0;
     memset(cells, 0, sizeof *cells);
     *anchor = 0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         StageBytes bytes = stage_bytes(&mesh->cells[i].stage, trainer->precision, trainer->threads);
         bytes_add(cells, &bytes);
+        for (int t = 0; t < mesh->cells[i].stage.n_tensors; t++)
+            largest = larger(largest, mesh->cells[i].stage.tensors[t].n);
     }
+    if (mesh->n_replicas > 1) cells->outer += mesh->n_replicas * 4 * largest; // what averages pass through
     if (!trainer->anchored) return;
     if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
         whole.n_moments = 1, whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
-            *anchor = stage_bytes_sum(&bytes);
+            *anchor = stage_bytes_sum(&bytes) + 2 * factors_bytes(&whole, trainer->anchor.rank);
         }
     }
     stage_free(&whole);
@@ -3174,6 +3207,19 @@ static int open_data(Trainer *trainer) {
 
 enum { MAX_ROWS = 1 << 22 }; // tokens computed at once; counts of rows are ints
 
+static const char *const anchor_options[] = {
+    "anchor-delay",   "anchor-batch", "anchor-rank", "anchor-beta",  "anchor-debias",
+    "anchor-threads", "alpha",        "tau",         "tau-relative", NULL};
+static const char *const outer_options[] = {"local-steps", "outer-lr", "outer-momentum", "fragments",
+                                            "overlap",     "mix",      "powersgd-rank",  NULL};
+
+// -1 if one of these options was given although nothing uses it.
+static int given_in_vain(const Trainer *trainer, const char *const *names, const char *reason) {
+    for (; *names != NULL; names++)
+        if (is_given(trainer, *names)) return error_set("--%s has no effect: %s", *names, reason);
+    return 0;
+}
+
 // The mesh: how many cells, who is the anchor, how replicas meet.
 static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_stages) {
     const Options *opts = &trainer->opts;
@@ -3186,10 +3232,17 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
     if (trainer->anchored && X < 2) return error_set("--anchor 1 takes the last of at least two replicas; give -x 2");
     if (trainer->anchored && !masked)
         return error_set("--anchor 1 without -p: nothing is masked, all replicas are of the fast circuit");
+    if (training && masked && *n_stages == 1)
+        return error_set("-p masks what stages send each other, and there is one stage; give -y 2 or more, or -p 0");
     trainer->anchor.rank = opts->anchor_rank >= 0 ? opts->anchor_rank : (int)larger(trainer->config.channels / 8, 1);
     *n_replicas = X - trainer->anchored;
     trainer->dp = *n_replicas > 1 ? (MeshDp)opts->dp : MESH_DP_NONE;
     if (!training) *n_replicas = 1, trainer->anchored = 0, trainer->dp = MESH_DP_NONE;
+    if (training && !trainer->anchored && given_in_vain(trainer, anchor_options, "there is no anchor (-p and -x 2)"))
+        return -1;
+    if (training && trainer->dp != MESH_DP_DILOCO &&
+        given_in_vain(trainer, outer_options, "there are no outer steps (two fast replicas and --dp diloco)"))
+        return -1;
     if (strcmp(opts->anchor_delay, "auto") != 0) {
         long delay = strtol(opts->anchor_delay, &end, 10);
         if (end == opts->anchor_delay || *end != '\0' || delay < 1 || delay > 1000000)
@@ -3209,6 +3262,7 @@ static int decide_outer(Trainer *trainer) {
     outer->overlap = opts->overlap >= 0 ? opts->overlap : H > 1 ? 1 : 0;
     outer->lr = opts->outer_lr, outer->momentum = opts->outer_momentum, outer->mix = opts->mix;
     outer->rank = opts->powersgd_rank > 0 ? opts->powersgd_rank : powersgd_auto_rank(&trainer->config, untied, 64.0);
+    if (trainer->dp != MESH_DP_DILOCO) return 0;
     if (outer->n_fragments > H)
         return error_set("--fragments %d: there are only %d steps between outer steps (--local-steps)",
                          outer->n_fragments, H);
@@ -3292,6 +3346,7 @@ static int choose_action(const Trainer *trainer, Action *action) {
         *action = (Action)i;
     }
     if (trainer->opts.resume && *action != ACTION_TRAIN) return error_set("--resume goes with training only");
+    if (trainer->opts.eval_masked && *action != ACTION_EVAL) return error_set("--eval-masked goes with --eval");
     return 0;
 }
 
@@ -3339,6 +3394,11 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     mesh->speed.bytes_per_second = (double)opts->link_mbps * 1e6 / 8.0,
     mesh->speed.latency = (double)opts->link_ms * 1e-3;
     mesh->device_flops = (double)opts->device_tflops * 1e12;
+    if (training && opts->mask_rate > 0.0f && (opts->batch + B - 1) / B > 4095)
+        return error_set(
+            "--micro-batch %d: a step of %d sequences has more than 4095 micro-batches, masks tell no more "
+            "apart; give a larger one",
+            B, opts->batch);
     if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
     decide_rounding(trainer);
     if (training || opts->dry_run) print_plan(trainer);

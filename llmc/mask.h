@@ -61,9 +61,10 @@ static inline int mask_kept(float p, int H) {
 static inline int mask_check(MaskKey key, int n, int H) {
     if (H < 1 || H > 1 << 16) return error_set("mask: %d hidden dims: 1 to 65536 are possible", H);
     if (key.replica >> 12 || key.boundary >> 12 || key.micro_batch >> 12 || key.step >> 36 || n < 0 || n > 1 << 24)
-        return error_set("mask: replica %d, boundary %d, step %lld, micro-batch %d, %d tokens: below 4096, 4096, 2^36, "
-                         "4096 and at most 2^24 are possible; with more micro-batches than that use a larger --micro-batch",
-                         key.replica, key.boundary, (long long)key.step, key.micro_batch, n);
+        return error_set(
+            "mask: replica %d, boundary %d, step %lld, micro-batch %d, %d tokens: below 4096, 4096, 2^36, "
+            "4096 and at most 2^24 are possible; with more micro-batches than that use a larger --micro-batch",
+            key.replica, key.boundary, (long long)key.step, key.micro_batch, n);
     return 0;
 }
 

@@ -6,7 +6,8 @@ set -eu
 model=data/base.bin
 prompt='pneumonia:'
 steps=${STEPS:-120}
-MESH_OPTIONS
+mesh="-p 0.9 -y 2 -x 1 --anchor 0 -l 3e-4"
+dense="-y 2 -l 2e-3"
 sample() {
     ./train -m "$1" --generate "$prompt" --max-tokens 160 --temperature 0.5 --seed 3
 }
