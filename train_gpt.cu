@@ -1829,7 +1829,7 @@ static int anchor_pass(Anchor *anchor) {
     anchor->useless = !isfinite(anchor->loss) || !isfinite(stage_grad_norm(stage, anchor->stream));
     if (!anchor->useless) {
         float beta = anchor->beta;
-#pragma omp parallel for simd num_threads(anchor->threads)
+#pragma omp parallel for simd num_threads(anchor->stream->threads)
         for (int64_t i = 0; i < stage->arena_floats; i++)
             stage->m[i] = beta * stage->m[i] + (1.0f - beta) * stage->grads[i];
         anchor->passes++;
@@ -1847,7 +1847,7 @@ static void *anchor_thread(void *argument) {
             pthread_cond_wait(&anchor->changed, &anchor->mutex);
         if (anchor->state == ANCHOR_LEAVING) break;
         pthread_mutex_unlock(&anchor->mutex);
-        omp_set_num_threads(anchor->threads); // of this thread's regions
+        omp_set_num_threads(anchor->stream->threads); // of this thread's regions
         int failed = anchor_pass(anchor);
         pthread_mutex_lock(&anchor->mutex);
         while (anchor->held && anchor->state == ANCHOR_WORKING) pthread_cond_wait(&anchor->changed, &anchor->mutex);
@@ -3284,6 +3284,7 @@ static int decide(Trainer *trainer) {
     if ((int64_t)trainer->B * trainer->T > MAX_ROWS)
         return error_set("--micro-batch %d of --seq %d: at most %d tokens at once", trainer->B, trainer->T, MAX_ROWS);
     trainer->threads = opts->threads > 0 ? opts->threads : omp_get_num_procs();
+    if (trainer->threads > omp_get_thread_limit()) trainer->threads = omp_get_thread_limit();
     if (opts->precision == PRECISION_OPTION_BF16 && !device_has_bf16())
         return error_set("--precision bf16: this CPU does not multiply bf16; use fp32");
     trainer->precision =
