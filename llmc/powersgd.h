@@ -5,7 +5,8 @@
 //   powersgd_expand(update, P, Q)          update = P Q^T        what all replicas apply
 //   powersgd_error(error, delta, P, Q_own) error = delta - P Q_own^T     added to the next delta
 // Q starts from powersgd_init and is kept from round to round: the iteration goes on where it was. The replicas' mean
-// of update + error is their mean delta: nothing is lost, only late. Products are fp32 whatever the stream's precision.
+// of update + error is their mean delta: nothing is lost, only late, but for the rounding of a bf16 wire. Products are
+// fp32 whatever the stream's precision.
 #ifndef LLMC_POWERSGD_H
 #define LLMC_POWERSGD_H
 

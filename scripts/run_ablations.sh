@@ -1,9 +1,9 @@
 #!/bin/sh
 # The paper's ablations around M95+AP: p, delay, tau, alpha; and what its text leaves open: full-rank factors, debiased
-# momentum. About 2 minutes a run on two cores. STEPS, LR and TAG as in scripts/study.sh.
+# momentum. About a minute a run on two cores. STEPS, LR and TAG as in scripts/study.sh.
 cd "$(dirname "$0")/.."
 study=ablations
-LR=${LR:-1e-4} # where M95 learns at all: at 1e-3 every row would collapse alike
+LR=${LR:-1e-4} BATCH=${BATCH:-4} # where M95 learns at all: at 1e-3 every row would collapse alike
 . scripts/study.sh
 study_run base -p 0.95 -x 3
 study_run p=.90 -p 0.90 -x 3

@@ -4,9 +4,9 @@
 #   study_run NAME OPTIONS...   one run, unless the CSV has it
 #   study_table                 the CSV as a table
 #
-# Set from outside: STEPS (100), LR (1e-3), TAG (default), DATA and VAL (the medical definitions).
+# Set from outside: STEPS (100), BATCH (8 sequences a replica), LR (1e-3), TAG (default), DATA and VAL (the medical definitions).
 set -eu
-STEPS=${STEPS:-100} LR=${LR:-1e-3} TAG=${TAG:-default}
+STEPS=${STEPS:-100} BATCH=${BATCH:-8} LR=${LR:-1e-3} TAG=${TAG:-default}
 DATA=${DATA:-data/medical/train.jsonl} VAL=${VAL:-data/medical/val.jsonl}
 study_folder=runs/$study-$TAG
 study_csv=$study_folder.csv
@@ -27,7 +27,7 @@ study_run() {
     run=$study_folder/$name
     rm -rf "$run"
     mkdir -p "$run"
-    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b 8 -t 256 -y 4 \
+    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b "$BATCH" -t 256 -y 4 \
         --val-every $((STEPS / 3)) --val-tokens 32768 --save-every 1000000 --keep 1 --probe $((STEPS / 6)) \
         --link-mbps 200 --device-tflops 4 "$@" > "$run/output.txt" 2>&1 ||
         { tail -3 "$run/output.txt"; echo "study: $name failed, see $run/output.txt"; return 1; }
@@ -43,7 +43,7 @@ study_run() {
 
 study_table() {
     echo
-    echo "$study, $STEPS steps, peak lr $LR, two fast replicas of 8 x 256 tokens, 4 stages; losses in nats a byte"
+    echo "$study, $STEPS steps, peak lr $LR, two fast replicas of $BATCH x 256 tokens, 4 stages; losses in nats a byte"
     awk -F, 'NR == 1 { printf "%-14s %9s %9s %8s %8s %9s %10s\n", "", "val loss", "masked", "cosine", "filtered",
         "bytes/tok", "tok/s" }
         NR > 1 { printf "%-14s %9s %9s %8s %8s %9s %10s\n", $1, $2, $3, $4, $5, $6, $7 }' "$study_csv"
