@@ -2788,6 +2788,7 @@ static void test_masked_gradient(void) {
             double numeric = (losses[0] - losses[1]) / (2.0 * step), scale = direction == 0 ? fabs(slope) : 0.05;
             check(fabs(numeric - slope) <= 0.02 * scale, "direction %d: slope %g, differences give %g", direction,
                   slope, numeric);
+            free(along);
         }
         mesh_run(mesh, 0, 1, &other);
         int64_t n_other;
@@ -3893,7 +3894,7 @@ static void test_mesh_defaults(void) {
     check(strstr(run_output, "7 fast replicas of 4 stages, 102 of 2048 values") != NULL &&
               strstr(run_output, "anchor: rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
           "%s", run_output);
-    check_run(1, NULL, "--init llama-3.2-1b -p 0.95 -x 8", "tokenizer");
+    check_run(1, NULL, "--init llama-3.2-1b -d @/corpus.jsonl -p 0.95 -x 8", "tokenizer");
 }
 
 // Simulated time of one micro-batch through two stages, by hand: nothing overlaps.
