@@ -1749,39 +1749,37 @@ typedef struct {
     int held; // tests keep a finished pass back with this
 } Anchor;
 
-// Bytes of one set of factors.
-static int64_t factors_bytes(const Stage *stage, int rank) {
+// Rank of a block matrix's factors; rank 0 asks for the full one.
+static int factor_rank(const Tensor *tensor, int rank) {
+    int small = (int)(tensor->shape[0] < tensor->shape[1] ? tensor->shape[0] : tensor->shape[1]);
+    return rank == 0 || small < rank ? small : rank;
+}
+
+// Floats of one set of factors.
+static int64_t factor_floats(const Stage *stage, int rank) {
     int64_t floats = 0;
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
-        int64_t m = tensor->shape[0], n = tensor->shape[1], small = m < n ? m : n;
-        if (tensor->block) floats += (m + n + 2) * (rank == 0 || small < rank ? small : rank);
+        if (tensor->block) floats += (tensor->shape[0] + tensor->shape[1] + 2) * factor_rank(tensor, rank);
     }
-    return 4 * floats;
+    return floats;
 }
 
 static int factor_set_alloc(FactorSet *set, const Stage *stage, int rank) {
     const Tensor *last = &stage->tensors[stage->n_tensors - 1];
-    for (int pass = 0; pass < 2; pass++) { // count, then lay out
-        int64_t used = 0;
-        for (int i = 0; i < stage->n_tensors && (pass == 0 || set->memory != NULL); i++) {
-            const Tensor *tensor = &stage->tensors[i];
-            if (!tensor->block) continue;
-            int m = (int)tensor->shape[0], n = (int)tensor->shape[1], small = m < n ? m : n;
-            int r = rank == 0 || small < rank ? small : rank;
-            if (pass == 1) {
-                float *at = set->memory + used;
-                Factor factor = {
-                    m, n, r, at, at + (int64_t)m * r, at + (int64_t)(m + 1) * r, at + (int64_t)(m + 1 + n) * r};
-                set->of[tensor->index] = factor;
-            }
-            used += (int64_t)(m + n + 2) * r;
-        }
-        if (pass == 1) break;
-        set->n_floats = used;
-        set->memory = (float *)device_alloc(sizeof(float) * (size_t)used);
-        set->of = (Factor *)calloc((size_t)last->index + 1, sizeof(Factor));
-        if (set->memory == NULL || set->of == NULL) return error_set("out of memory for the anchor's factors");
+    set->n_floats = factor_floats(stage, rank);
+    set->memory = (float *)device_alloc(sizeof(float) * (size_t)set->n_floats);
+    set->of = (Factor *)calloc((size_t)last->index + 1, sizeof(Factor));
+    if (set->memory == NULL || set->of == NULL) return error_set("out of memory for the anchor's factors");
+    float *at = set->memory;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        if (!tensor->block) continue;
+        int m = (int)tensor->shape[0], n = (int)tensor->shape[1], r = factor_rank(tensor, rank);
+        float *s = at + (int64_t)m * r, *v = s + r, *d = v + (int64_t)n * r;
+        Factor factor = {m, n, r, at, s, v, d};
+        set->of[tensor->index] = factor;
+        at = d + r;
     }
     return 0;
 }
@@ -2550,7 +2548,7 @@ static void mesh_bytes(const Trainer *trainer, StageBytes *cells, int64_t *ancho
         whole.n_moments = 1, whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
-            *anchor = stage_bytes_sum(&bytes) + 2 * factors_bytes(&whole, trainer->anchor.rank);
+            *anchor = stage_bytes_sum(&bytes) + 8 * factor_floats(&whole, trainer->anchor.rank);
         }
     }
     stage_free(&whole);

@@ -104,16 +104,23 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
     return 0;
 }
 
-// One op alone: repeats it and prints the median time with the rate that bounds it.
-#define BENCH_OP(label, gflop, gbyte, call)                                                                            \
+// Seconds of a call, the median of n.
+#define MEDIAN_SECONDS(out, n, call)                                                                                   \
     do {                                                                                                               \
-        double times_[9];                                                                                              \
-        for (int i_ = 0; i_ < 9; i_++) {                                                                               \
+        double times_[n];                                                                                              \
+        for (int i_ = 0; i_ < (n); i_++) {                                                                             \
             double start_ = seconds();                                                                                 \
             call;                                                                                                      \
             times_[i_] = seconds() - start_;                                                                           \
         }                                                                                                              \
-        double t_ = median(times_, 9);                                                                                 \
+        *(out) = median(times_, n);                                                                                    \
+    } while (0)
+
+// One op alone: repeats it and prints the median time with the rate that bounds it.
+#define BENCH_OP(label, gflop, gbyte, call)                                                                            \
+    do {                                                                                                               \
+        double t_;                                                                                                     \
+        MEDIAN_SECONDS(&t_, 9, call);                                                                                  \
         printf("  %-28s %8.3f ms %8.1f GFLOP/s %7.1f GB/s\n", label, 1e3 * t_, (gflop) / t_, (gbyte) / t_);            \
         fflush(stdout);                                                                                                \
     } while (0)
@@ -161,18 +168,6 @@ static int bench_parts(Precision precision) {
     return 0;
 }
 
-// Seconds of one of several repeats, the median.
-#define MEDIAN_SECONDS(out, call)                                                                                      \
-    do {                                                                                                               \
-        double times_[5];                                                                                              \
-        for (int i_ = 0; i_ < 5; i_++) {                                                                               \
-            double start_ = seconds();                                                                                 \
-            call;                                                                                                      \
-            times_[i_] = seconds() - start_;                                                                           \
-        }                                                                                                              \
-        *(out) = median(times_, 5);                                                                                    \
-    } while (0)
-
 // Filters the matrices of one 124M layer; gradients and factors lie where the caller says.
 static void filter_layer(float *grad, const float *factors, int rank, Stream *stream) {
     enum { C = 768, F = 2048 };
@@ -201,14 +196,14 @@ static int bench_mesh(Precision precision) {
     for (size_t i = 0; i < floats; i++)
         base[i] = 0.02f * ((float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f);
     for (int full = 0; full < 2; full++) {
-        MEDIAN_SECONDS(&took, filter_layer(base, base + grads, full ? C : RANK, stream));
+        MEDIAN_SECONDS(&took, 5, filter_layer(base, base + grads, full ? C : RANK, stream));
         printf("  %-34s %8.1f ms a step, %5.2f%% of it\n",
                full ? "spectral filter, full rank" : "spectral filter, rank 128", 1e3 * L * took,
                100.0 * L * took / step);
     }
     codec_init(&codec, C, 0.95f, MASK_SCALE_NONE, WIRE_BF16, 1);
     int64_t n_bytes = codec_bytes(&codec, &context, N, C);
-    MEDIAN_SECONDS(&took, {
+    MEDIAN_SECONDS(&took, 5, {
         codec_encode(&codec, &context, x, N, C, message, (int64_t)sizeof(float) * N * C, stream);
         codec_decode(&codec, &context, message, n_bytes, x, N, C, stream);
     });
@@ -219,9 +214,9 @@ static int bench_mesh(Precision precision) {
     if (u == NULL || v == NULL) return error_set("out of memory");
     double square, tall;
     int failed = svd_truncated(u, s, v, base, C, C, RANK, 0, 1, 0, stream);
-    MEDIAN_SECONDS(&square, failed |= svd_truncated(u, s, v, base, C, C, RANK, 1, 1, 0, stream));
+    MEDIAN_SECONDS(&square, 5, failed |= svd_truncated(u, s, v, base, C, C, RANK, 1, 1, 0, stream));
     failed |= svd_truncated(u, s, v, base, F, C, RANK, 0, 1, 0, stream);
-    MEDIAN_SECONDS(&tall, failed |= svd_truncated(u, s, v, base, F, C, RANK, 1, 1, 0, stream));
+    MEDIAN_SECONDS(&tall, 5, failed |= svd_truncated(u, s, v, base, F, C, RANK, 1, 1, 0, stream));
     printf("  %-34s %8.1f ms an anchor pass, beside the fast circuit\n", "warm SVDs of rank 128",
            1e3 * L * (4.0 * square + 3.0 * tall));
     free(u);

@@ -35,7 +35,7 @@
 #ifndef LLMC_ESTIMATE_H
 #define LLMC_ESTIMATE_H
 
-#include <math.h>   // fmax, lround
+#include <math.h>   // fmax
 #include <stdint.h> // int64_t
 #include <stdio.h>  // fprintf
 #include <stdlib.h> // calloc
@@ -43,7 +43,9 @@
 
 #include "config.h"
 #include "error.h"
+#include "mask.h" // mask_kept
 #include "partition.h"
+#include "schedule.h" // schedule_in_flight
 
 typedef enum { MESH_DP_NONE, MESH_DP_DILOCO, MESH_DP_DENSE } MeshDp;
 
@@ -129,12 +131,6 @@ static inline double plan_tokens(const MeshPlan *plan) {
     return (double)plan->batch * plan->T;
 }
 
-// Values of a token that cross a boundary in one direction.
-static inline double plan_survivors(const MeshPlan *plan) {
-    long survivors = lround((1.0 - (double)plan->mask_rate) * plan->config.channels);
-    return survivors > 1 ? (double)survivors : 1.0;
-}
-
 static inline int plan_micro_batches(const MeshPlan *plan) {
     return (plan->batch + plan->micro_batch - 1) / plan->micro_batch;
 }
@@ -206,8 +202,8 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     double arena = 4.0 * (double)cell->n_params;
     double vectors = (2.0 * n_layers + is_last) * config->channels, matrices = (double)cell->n_params - vectors;
     cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = 2.0 * arena;
-    cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, Y - s < n_micro ? Y - s : n_micro);
-    cell->boundary_bytes = wire * plan_survivors(plan) * ((s > 0) + (s < Y - 1));
+    cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, schedule_in_flight(s, Y, n_micro));
+    cell->boundary_bytes = wire * mask_kept(plan->mask_rate, plan->config.channels) * ((s > 0) + (s < Y - 1));
     if (n_fast > 1 && plan->dp == MESH_DP_DENSE) cell->dp_bytes = ring * wire * (double)cell->n_params / tokens;
     if (n_fast > 1 && plan->dp == MESH_DP_DILOCO) {
         double sent = powersgd_elements(config, n_layers, n_tables, is_last, rank);
@@ -277,7 +273,7 @@ static inline int mesh_estimate(MeshEstimate *estimate, const MeshPlan *plan) {
     estimate->total_bytes = estimate->boundary_bytes + estimate->dp_bytes + estimate->anchor_bytes;
     double tokens = plan_tokens(plan), late = 0.0;
     if (plan_has_anchor(plan)) {
-        double unmasked = boundary_max / plan_survivors(plan) * plan->config.channels;
+        double unmasked = boundary_max / mask_kept(plan->mask_rate, plan->config.channels) * plan->config.channels;
         double delivery = plan->anchor_delay * tokens * delivery_max * 8.0 / (plan->link_mbps * 1e6);
         estimate->anchor_s = plan_pass_s(plan, flops_max, unmasked) + delivery + plan->link_ms * 1e-3;
         late = estimate->anchor_s / plan->anchor_delay;
