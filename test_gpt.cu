@@ -2918,7 +2918,44 @@ static void test_anchor_rank(void) {
     mesh_run_close(full);
 }
 
-// Resumed or not, same bits: masks, anchor in flight, outer steps in flight.
+// The step lines of a run's log without what a clock on the wall has to do with; the caller frees them.
+static json_t *logged_steps(const char *run) {
+    char path[PATH_MAX], *line = NULL;
+    size_t room = 0;
+    json_t *steps = json_array();
+    snprintf(path, sizeof path, "%s/log.jsonl", scratch_path(run));
+    FILE *log = fopen(path, "r");
+    while (log != NULL && getline(&line, &room, log) > 0) {
+        json_t *step = json_loads(line, 0, NULL);
+        json_object_del(step, "tok_s");
+        json_object_del(step, "elapsed");
+        if (json_object_get(step, "anchor") != NULL) json_object_del(json_object_get(step, "anchor"), "seconds");
+        if (json_object_get(step, "loss") != NULL) json_array_append(steps, step);
+        json_decref(step);
+    }
+    if (log != NULL) fclose(log);
+    free(line);
+    return steps;
+}
+
+static void check_same_history(const char *a, const char *b, const char *what) {
+    char path[512];
+    json_t *x = logged_steps(a), *y = logged_steps(b);
+    check(json_array_size(x) == 11 && json_equal(x, y), "%s: the logs of %s and %s differ", what, a, b);
+    json_decref(x);
+    json_decref(y);
+    snprintf(path, sizeof path, "%s/latest/run.json", a);
+    x = json_load_file(scratch_path(path), 0, NULL);
+    snprintf(path, sizeof path, "%s/latest/run.json", b);
+    y = json_load_file(scratch_path(path), 0, NULL);
+    const json_t *cells = json_object_get(x, "cells"), *others = json_object_get(y, "cells");
+    check(json_array_size(cells) >= 2 && json_equal(cells, others), "%s: run.json has other cells", what);
+    check(json_equal(json_object_get(x, "averages_begun"), json_object_get(y, "averages_begun")), "%s: averages", what);
+    json_decref(x);
+    json_decref(y);
+}
+
+// Resumed or not, same bits: masks, anchor in flight, outer steps in flight; and the same history, simulated time too.
 static void test_mesh_resume(void) {
     static const char *const variants[] = {"-p 0.5 -x 2 -y 3 --anchor-delay 3",
                                            "-p 0.5 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --overlap 2",
@@ -2927,9 +2964,10 @@ static void test_mesh_resume(void) {
     char command[1024], a[256], b[256];
     write_corpus();
     for (int i = 0; i < 4; i++) {
-        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/m%d", variants[i], i);
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/m%d", variants[i], i);
         check_run(0, NULL, command, "done: 11 steps");
-        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/n%d --stop-after 5", variants[i], i);
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/n%d --stop-after 5",
+                 variants[i], i);
         check_run(0, NULL, command, "--resume");
         snprintf(command, sizeof command, "-o @/n%d --resume", i);
         check_run(0, NULL, command, "done: 11 steps");
@@ -2940,6 +2978,9 @@ static void test_mesh_resume(void) {
             check(exists == (f < 2 || (f == 2 ? i >= 1 : i < 2)), "%s: %s", variants[i], files[f]);
             if (exists) check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
         }
+        snprintf(a, sizeof a, "m%d", i);
+        snprintf(b, sizeof b, "n%d", i);
+        check_same_history(a, b, variants[i]);
     }
     check_run(1, NULL, "-o @/m0 --resume -n 20 -x 4", "the run had");
 }
@@ -3187,6 +3228,133 @@ static void test_anchor_update(void) {
     mesh_run_close(run);
 }
 
+// A whole step of the program with the filter, from the raw gradient to the new weights, in double. Two runs are equal
+// until the first factors come; there one lets the gradient pass (alpha 1), so that it can be read, the other filters.
+// Must fail for: a filter after AdamW's moments, moments of the raw gradient, factors of the wrong matrix or stage.
+static void test_filtered_step(void) {
+#define FILTERED DEEP "-n 100 --precision fp32 --wire fp32 -p 0.5 -x 2 -y 2 --anchor-delay 3 --anchor-rank 6 -l 1e-2 "
+    enum { STEPS = 3 }; // before the first filtered one
+    const double b1 = 0.9, b2 = 0.999, alpha = 0.3, tau = 1e-3, wd = 0.01;
+    write_corpus();
+    MeshRun *raw = mesh_run_open(FILTERED "--alpha 1"), *run = mesh_run_open(FILTERED "--alpha 0.3");
+    for (int step = 0; step < STEPS; step++) {
+        mesh_run_step(raw);
+        mesh_run_step(run);
+    }
+    for (int s = 0; s < 2; s++) {
+        Cell *cell = mesh_cell(&run->trainer.mesh, 0, s), *other = mesh_cell(&raw->trainer.mesh, 0, s);
+        size_t n_bytes = sizeof(float) * (size_t)cell->stage.arena_floats;
+        check(memcmp(cell->stage.params, other->stage.params, n_bytes) == 0, "the runs differ before the filter");
+    }
+    Stage *stages[2] = {&mesh_cell(&run->trainer.mesh, 0, 0)->stage, &mesh_cell(&run->trainer.mesh, 0, 1)->stage};
+    float *before[2][3];
+    for (int s = 0; s < 2; s++) {
+        const float *arenas[3] = {stages[s]->params, stages[s]->m, stages[s]->v};
+        for (int a = 0; a < 3; a++) {
+            before[s][a] = (float *)malloc(sizeof(float) * (size_t)stages[s]->arena_floats);
+            memcpy(before[s][a], arenas[a], sizeof(float) * (size_t)stages[s]->arena_floats);
+        }
+    }
+    mesh_run_step(raw);
+    mesh_run_step(run);
+    check(run->result.delivered && run->trainer.anchor.delivered == 0, "the factors of step 0 are not there");
+    for (int s = 0; s < 2; s++) {
+        const Stage *stage = stages[s], *unfiltered = &mesh_cell(&raw->trainer.mesh, 0, s)->stage;
+        double norm = mesh_cell(&raw->trainer.mesh, 0, s)->grad_norm, lr = (double)run->result.lr;
+        double clip = norm > 1.0 ? 1.0 / (norm + 1e-6) : 1.0;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            const Factor *f = &run->trainer.anchor.sets[run->trainer.anchor.front].of[tensor->index];
+            int n = tensor->n_dims == 2 ? (int)tensor->shape[1] : 1, r = tensor->block ? f->r : 0;
+            const float *grad = unfiltered->grads + tensor->offset;
+            double *middle = (double *)calloc((size_t)r * (size_t)r + 1, sizeof(double));
+            float *moved = (float *)malloc(sizeof(float) * (size_t)tensor->n), *expected = guarded(tensor->n);
+            for (int a = 0; a < r; a++)
+                for (int b = 0; b < r; b++)
+                    for (int64_t i = 0; i < tensor->n; i++)
+                        middle[a * r + b] += (double)f->u[i / n * r + a] * grad[i] * f->v[i % n * r + b];
+            for (int64_t i = 0; i < tensor->n; i++) {
+                double passed = 0.0;
+                for (int a = 0; a < r; a++)
+                    for (int b = 0; b < r; b++)
+                        passed += (double)f->u[i / n * r + a] * (f->s[a] / (f->s[a] + tau)) * middle[a * r + b] *
+                                  (f->s[b] / (f->s[b] + tau)) * f->v[i % n * r + b];
+                double g = clip * (r > 0 ? alpha * grad[i] + (1.0 - alpha) * passed : (double)grad[i]);
+                int64_t at = tensor->offset + i;
+                double m = b1 * before[s][1][at] + (1.0 - b1) * g, v = b2 * before[s][2][at] + (1.0 - b2) * g * g;
+                double hat = sqrt(v / (1.0 - pow(b2, STEPS + 1))) + 1e-8;
+                double step = -lr * m / (1.0 - pow(b1, STEPS + 1)) / hat;
+                if (tensor->n_dims == 2) step -= lr * wd * (double)before[s][0][at];
+                expected[i] = (float)step;
+                moved[i] = (float)((double)stage->params[at] - (double)before[s][0][at]);
+            }
+            check_close(moved, expected, tensor->n, 2e-4, tensor->name); // weights of 1 in fp32 move by 1e-2
+            release(expected, tensor->n, "expected");
+            free(moved);
+            free(middle);
+        }
+        for (int a = 0; a < 3; a++) free(before[s][a]);
+    }
+    mesh_run_close(raw);
+    mesh_run_close(run);
+}
+
+// What bf16 takes from a replica's share of an average comes with its next one: (1 - mix) of it, as of all that is left
+// out. Vectors exactly; of matrices the last one averaged, whose P still lies where it was exchanged: what is kept is
+// delta - P Q^T with the Q that travels. Must fail for: the Q that does not.
+static void test_wire_feedback(void) {
+    enum { RANK = 5 };
+    write_corpus();
+    MeshRun *run =
+        mesh_run_open(DEEP "-n 100 --precision fp32 --clip 0 -l 1e-2 -x 2 -y 1 --local-steps 2 --fragments 1 "
+                           "--overlap 1 --mix 0.25 --powersgd-rank 5");
+    mesh_run_step(run);
+    mesh_run_step(run); // the average has begun, nothing is merged
+    for (int r = 0; r < 2; r++) {
+        const Stage *stage = &mesh_cell(&run->trainer.mesh, r, 0)->stage;
+        int lost = 0;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            for (int64_t i = tensor->offset; i < tensor->offset + tensor->n && tensor->n_dims == 1; i++) {
+                float delta = stage->global[i] - stage->params[i], kept = stage->error[i];
+                float expected = 0.75f * (delta - float_of_bf16(bf16_of_float(delta)));
+                check(kept == expected, "%s: %g is kept, not %g", tensor->name, (double)kept, (double)expected);
+                lost += kept != 0.0f;
+            }
+        }
+        check(lost > 0, "no vector lost anything");
+        const Tensor *tensor = &stage->tensors[stage->n_tensors - 1];
+        const float *P = run->trainer.mesh.exchange + r * run->trainer.mesh.exchange_floats;
+        int m = (int)tensor->shape[0], n = (int)tensor->shape[1];
+        double *delta = (double *)malloc(sizeof(double) * (size_t)tensor->n);
+        float *expected = guarded(tensor->n), *kept = guarded(tensor->n);
+        check(tensor->n_dims == 2 && powersgd_rank(tensor, RANK) == RANK, "%s", tensor->name);
+        for (int64_t i = 0; i < tensor->n; i++)
+            delta[i] = (double)(stage->global[tensor->offset + i] - stage->params[tensor->offset + i]);
+        for (int j = 0; j < n; j++) {
+            double exact[RANK], sent[RANK];
+            for (int k = 0; k < RANK; k++) {
+                exact[k] = 0.0;
+                for (int i = 0; i < m; i++) exact[k] += delta[i * n + j] * (double)P[i * RANK + k];
+                sent[k] = (double)float_of_bf16(bf16_of_float((float)exact[k]));
+            }
+            for (int i = 0; i < m; i++) {
+                double with = 0.0, without = 0.0;
+                for (int k = 0; k < RANK; k++)
+                    with += (double)P[i * RANK + k] * sent[k], without += (double)P[i * RANK + k] * exact[k];
+                kept[i * n + j] =
+                    stage->error[tensor->offset + i * n + j] - 0.75f * (float)(delta[i * n + j] - without);
+                expected[i * n + j] = (float)(0.75 * (without - with));
+            }
+        }
+        check_close(kept, expected, tensor->n, 0.05, "what bf16 took from Q"); // a Q on the brink rounds the other way
+        free(delta);
+        release(expected, tensor->n, "expected");
+        release(kept, tensor->n, "kept");
+    }
+    mesh_run_close(run);
+}
+
 // An anchor beside the fast circuit takes nothing of its threads.
 static void test_anchor_threads(void) {
     write_corpus();
@@ -3206,6 +3374,11 @@ static void test_probe(void) {
     mesh_run_step(masked);
     check(fabs(whole->result.probe[0] - 1.0) < 1e-9, "cosine with itself: %g", whole->result.probe[0]);
     check(masked->result.probe[0] > 0.05 && masked->result.probe[0] < 0.999, "masked: %g", masked->result.probe[0]);
+    check(masked->result.probe[2] == masked->result.probe[1], "no filter, and yet %g", masked->result.probe[2]);
+    MeshRun *dense = mesh_run_open(DEEP QUIET "-x 2 -y 3 --dp dense --probe 1");
+    mesh_run_step(dense); // a replica's own gradient is compared, not the average of all
+    check(fabs(dense->result.probe[2] - 1.0) < 1e-9, "of one replica: %g", dense->result.probe[2]);
+    mesh_run_close(dense);
     mesh_run_close(whole);
     mesh_run_close(masked);
 }
@@ -3910,6 +4083,25 @@ static void test_mesh_clock(void) {
     mesh_run_step(run);
     check(fabs(mesh_now(mesh) - 2.0 * expected) < 1e-7 * expected, "two steps: %.9f s", mesh_now(mesh));
     mesh_run_close(run);
+    // the filter: 4 m n r + 4 r^2 min(m,n) of each matrix, at the end of the second step; rank 3 of (C 24, KV 12, F 40)
+    run = mesh_run_open(DEEP QUIET "-b 2 -x 2 -y 2 -p 0.5 --anchor-delay 1 --device-tflops 1e-6");
+    mesh_run_step(run);
+    mesh_run_step(run);
+    double once = 4.0 * 3 * 24 * (2 * 24 + 2 * 12 + 3 * 40) + 4.0 * 9 * (2 * 24 + 2 * 12 + 3 * 24);
+    expected = 2.0 * 3.0 * flops / 1e6 + mesh_cell(&run->trainer.mesh, 0, 0)->stage.n_layers * once / 1e6;
+    check(fabs(mesh_now(&run->trainer.mesh) - expected) < 1e-7 * expected, "filtered: %.9f s, by hand %.9f s",
+          mesh_now(&run->trainer.mesh), expected);
+    mesh_run_close(run);
+    // PowerSGD: 8 m n r of each matrix, by each replica
+    run = mesh_run_open(DEEP QUIET "-b 2 -x 2 -y 1 --local-steps 1 --powersgd-rank 2 --device-tflops 1e-6");
+    const Stage *stage = &mesh_cell(&run->trainer.mesh, 0, 0)->stage;
+    mesh_run_step(run);
+    expected = 3.0 * stage_flops(stage, 32, 16) / 1e6;
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (stage->tensors[i].n_dims == 2) expected += 8.0 * 2 * (double)stage->tensors[i].n / 1e6;
+    check(fabs(mesh_now(&run->trainer.mesh) - expected) < 1e-7 * expected, "averaged: %.9f s, by hand %.9f s",
+          mesh_now(&run->trainer.mesh), expected);
+    mesh_run_close(run);
 }
 
 static const struct {
@@ -3976,6 +4168,8 @@ static const struct {
     {"mesh_clock", test_mesh_clock},
     {"outer_steps", test_outer_steps},
     {"anchor_update", test_anchor_update},
+    {"filtered_step", test_filtered_step},
+    {"wire_feedback", test_wire_feedback},
     {"anchor_threads", test_anchor_threads},
 };
 

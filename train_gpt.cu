@@ -1576,7 +1576,19 @@ static int outer_merges(const Outer *outer, int fragment, int64_t done) {
     return outer->begun[fragment] > 0 && done >= outer->begun[fragment] + outer->overlap;
 }
 
+// n values as the wire will round them.
+static void wire_round(Wire wire, float *values, int64_t n) {
+    for (int64_t i = 0; wire == WIRE_BF16 && i < n; i++) values[i] = float_of_bf16(bf16_of_float(values[i]));
+}
+
+// Multiplications and additions of PowerSGD's four products for one tensor.
+static double powersgd_flops(const Tensor *tensor, int rank) {
+    return tensor->n_dims == 2 ? 8.0 * (double)tensor->n * powersgd_rank(tensor, rank) : 0.0;
+}
+
 // One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
+// What a replica's Q loses on the wire is left out too, so it comes with the next delta; only the rounding of the
+// average on its way back is nobody's.
 static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
     const Stage *first = &mesh_cell(mesh, 0, s)->stage;
@@ -1593,6 +1605,7 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
         Stage *stage = &mesh_cell(mesh, i, s)->stage;
         float *delta = stage->error + tensor->offset;
         powersgd_right(right[i], delta, left[i], m, n, r, mesh->stream);
+        wire_round(mesh->codec.wire, right[i], (int64_t)n * r);
         powersgd_error(delta, delta, left[i], right[i], m, n, r, mesh->stream);
     }
     if (mesh_average(mesh, s, owner, right, n, r, 0)) return -1;
@@ -1621,14 +1634,17 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
 #pragma omp parallel for simd num_threads(mesh->stream->threads)
                 for (int64_t i = 0; i < tensor->n; i++) error[i] += global[i] - local[i];
                 values[r] = stage->pending + tensor->offset;
-                if (tensor->n_dims == 1) device_copy(values[r], error, sizeof(float) * (size_t)tensor->n);
-                if (tensor->n_dims == 1) device_zero(error, sizeof(float) * (size_t)tensor->n);
+                if (mesh->device_flops > 0.0)
+                    clock_compute(&mesh_cell(mesh, r, s)->clock,
+                                  powersgd_flops(tensor, outer->rank) / mesh->device_flops);
+                if (tensor->n_dims == 2) continue;
+                device_copy(values[r], error, sizeof(float) * (size_t)tensor->n);
+                wire_round(mesh->codec.wire, values[r], tensor->n);
+                for (int64_t i = 0; i < tensor->n; i++) error[i] -= values[r][i];
             }
-            if (tensor->n_dims == 1) {
-                if (mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)) return -1;
-                continue;
-            }
-            if (mesh_average_matrix(mesh, s, owner, t, outer->rank)) return -1;
+            if (tensor->n_dims == 1 ? mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)
+                                    : mesh_average_matrix(mesh, s, owner, t, outer->rank))
+                return -1;
             for (int r = 0; r < R; r++) {
                 float *error = mesh_cell(mesh, r, s)->stage.error + tensor->offset;
 #pragma omp parallel for simd num_threads(mesh->stream->threads)
@@ -1799,12 +1815,8 @@ static int anchor_factors(Anchor *anchor) {
                           factor->r, warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
             return -1;
         for (int j = 0; j < factor->r; j++) factor->s[j] *= debias;
-        if (anchor->wire == WIRE_BF16) { // as they travel
-            for (int64_t j = 0; j < (int64_t)factor->m * factor->r; j++)
-                factor->u[j] = float_of_bf16(bf16_of_float(factor->u[j]));
-            for (int64_t j = 0; j < (int64_t)factor->n * factor->r; j++)
-                factor->v[j] = float_of_bf16(bf16_of_float(factor->v[j]));
-        }
+        wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r); // as they travel
+        wire_round(anchor->wire, factor->v, (int64_t)factor->n * factor->r);
         spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative);
     }
     return 0;
@@ -1865,7 +1877,7 @@ static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int r
             const Tensor *from = &stage->tensors[i], *to = &anchor->stage.tensors[at++];
             float *values = anchor->stage.params + to->offset;
             device_copy(values, stage_arena(stage, arena) + from->offset, sizeof(float) * (size_t)from->n);
-            for (int64_t j = 0; rounded && j < from->n; j++) values[j] = float_of_bf16(bf16_of_float(values[j]));
+            if (rounded) wire_round(WIRE_BF16, values, from->n);
         }
     }
     anchor->launched = step;
@@ -2774,6 +2786,11 @@ static int meet_anchor(Trainer *trainer, StepResult *result) {
     return 0;
 }
 
+// 1 once the anchor has delivered factors.
+static int is_filtered(const Trainer *trainer) {
+    return trainer->anchored && trainer->anchor.deliveries > 0;
+}
+
 // Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
 typedef struct {
     float *fast, *whole;
@@ -2804,7 +2821,13 @@ static double model_cosine(const Stage *model, const float *other, int only_bloc
     return dot / sqrt(a2 * b2);
 }
 
-// The unmasked gradient of the first replica's batch into probe->whole; the fast one is put back.
+static void model_put_grads(Stage *model, const float *from) {
+    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
+        device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats);
+}
+
+// Compares the fast gradient of the first replica's batch with the unmasked one of the same batch, before and after the
+// filter; the fast one is put back.
 static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
     size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
@@ -2815,12 +2838,25 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     model_copy_grads(probe->fast, model);
     if (mesh_run(&trainer->mesh, 0, 1, &pass)) return -1;
     model_copy_grads(probe->whole, model);
-    const float *from = probe->fast;
-    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
-        device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats);
+    model_put_grads(model, probe->fast);
     result->probe[0] = model_cosine(model, probe->whole, 0);
     result->probe[1] = model_cosine(model, probe->whole, 1);
-    return 0;
+    for (Stage *stage = model; stage != NULL && is_filtered(trainer); stage = stage->next)
+        stage_filter(stage, &trainer->anchor, trainer->opts.alpha, trainer->stream);
+    result->probe[2] = model_cosine(model, probe->whole, 1);
+    model_put_grads(model, probe->fast);
+    return stream_check(trainer->stream);
+}
+
+// Multiplications and additions of the filter over a stage's block matrices.
+static double filter_flops(const Stage *stage, const Anchor *anchor) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Factor *f = &anchor->sets[0].of[stage->tensors[i].index];
+        double m = f->m, n = f->n, r = f->r;
+        if (stage->tensors[i].block) flops += 4.0 * m * n * r + 4.0 * r * r * fmin(m, n);
+    }
+    return flops;
 }
 
 // Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is the first
@@ -2830,7 +2866,7 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
-    int filtered = trainer->anchored && trainer->anchor.deliveries > 0;
+    int filtered = is_filtered(trainer);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
@@ -2847,7 +2883,10 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
                      trainer->stream);
-        if (mesh->device_flops == 0.0) clock_compute(&cell->clock, seconds() - start);
+        if (mesh->device_flops == 0.0)
+            clock_compute(&cell->clock, seconds() - start);
+        else if (filtered && opts->alpha != 1.0f)
+            clock_compute(&cell->clock, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
     }
 }
 
@@ -2880,7 +2919,6 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     double start = seconds();
     update_cells(trainer, result);
     if (times != NULL) times->optimizer += seconds() - start;
-    if (probing) result->probe[2] = model_cosine(mesh_model(mesh, 0), probe->whole, 1);
     p->step++;
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
