@@ -58,6 +58,7 @@
 #include "llmc/spectral.h"
 #include "llmc/swiglu.h"
 #include "llmc/tokenizer.h"
+#include "llmc/vector.h"
 
 #define MESHTUNE_VERSION "0.1.0"
 
