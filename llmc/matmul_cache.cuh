@@ -1,0 +1,34 @@
+// What a stream keeps of each matrix product's shape (matmul.cuh): cuBLASLt's descriptions and the algorithm chosen.
+#ifndef LLMC_MATMUL_CACHE_CUH
+#define LLMC_MATMUL_CACHE_CUH
+
+#include <cublasLt.h> // the descriptions
+#include <stdint.h>   // fixed-width integers
+#include <string.h>   // memset
+
+typedef struct {
+    int64_t rows, cols, inner, lda, ldb, ldo;
+    int trans_a, trans_b, bf16, out_bf16; // element types: of both operands, of the result
+    int align_a, align_b, align_out;      // bytes all pointers of this entry are multiples of
+} MatmulShape;
+
+typedef struct {
+    MatmulShape shape;
+    cublasLtMatmulDesc_t product; // NULL: empty slot
+    cublasLtMatrixLayout_t a, b, out;
+    cublasLtMatmulAlgo_t algorithm;
+    size_t workspace_bytes; // the algorithm's
+} MatmulEntry;
+
+#define MATMUL_SLOTS 1024
+
+// Empties a slot.
+static inline void matmul_entry_free(MatmulEntry *entry) {
+    if (entry->product != NULL) cublasLtMatmulDescDestroy(entry->product);
+    if (entry->a != NULL) cublasLtMatrixLayoutDestroy(entry->a);
+    if (entry->b != NULL) cublasLtMatrixLayoutDestroy(entry->b);
+    if (entry->out != NULL) cublasLtMatrixLayoutDestroy(entry->out);
+    memset(entry, 0, sizeof *entry);
+}
+
+#endif
