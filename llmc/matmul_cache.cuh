@@ -8,9 +8,10 @@
 
 typedef struct {
     int64_t rows, cols, inner, lda, ldb, ldo;
+    int64_t align_a, align_b, align_out;  // bytes all pointers of this entry are multiples of
     int trans_a, trans_b, bf16, out_bf16; // element types: of both operands, of the result
-    int align_a, align_b, align_out;      // bytes all pointers of this entry are multiples of
 } MatmulShape;
+static_assert(sizeof(MatmulShape) == 9 * sizeof(int64_t) + 4 * sizeof(int), "shapes are compared as bytes: no padding");
 
 typedef struct {
     MatmulShape shape;
