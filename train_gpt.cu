@@ -1462,8 +1462,9 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->n_dims != 2) continue;
-            powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
-                          powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index);
+            if (powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
+                              powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index, mesh->stream))
+                return -1;
         }
     }
     if (mesh->n_replicas == 1) return 0;
@@ -1523,7 +1524,7 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
         for (int r = 0; r < R; r++) sum += values[r][i];
         values[owner][i] = sum / (float)R;
     }
-    if (orthonormal && orthonormalize(values[owner], rows, cols)) return -1;
+    if (orthonormal && orthonormalize(values[owner], rows, cols, mesh->stream)) return -1;
     int64_t n_bytes =
         codec_encode(&mesh->codec, &plain, values[owner], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
     if (n_bytes < 0) return -1;
@@ -1805,7 +1806,7 @@ static int anchor_factors(Anchor *anchor) {
             for (int64_t j = 0; j < (int64_t)factor->n * factor->r; j++)
                 factor->v[j] = float_of_bf16(bf16_of_float(factor->v[j]));
         }
-        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative);
+        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative, anchor->stream);
     }
     return 0;
 }

@@ -59,9 +59,9 @@ static inline int matmul_status(cublasStatus_t status, const char *call, int lin
     return error_set("matmul.cuh:%d: %s: %s (%d); does the installed cuBLAS match the toolkit this was built with?",
                      line, call, cublasLtGetStatusString(status), (int)status);
 }
-#define MATMUL_TRY(call)                                                                                              \
+#define MATMUL_TRY(call)                                                                                               \
     do {                                                                                                               \
-        if (matmul_status(call, #call, __LINE__)) return -1;                                                          \
+        if (matmul_status(call, #call, __LINE__)) return -1;                                                           \
     } while (0)
 
 // The largest power of two up to 256 that divides an address.
@@ -83,10 +83,11 @@ static inline int matmul_preference(cublasLtMatmulPreference_t preference, const
     const struct {
         cublasLtMatmulPreferenceAttributes_t attribute;
         uint32_t bytes;
-    } aligned[4] = {{CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)shape->align_b}, // the operands change places
-                    {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)shape->align_a},
-                    {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)shape->align_out},
-                    {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)shape->align_out}};
+    } aligned[4] = {
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)shape->align_b}, // the operands change places
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)shape->align_a},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)shape->align_out},
+        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)shape->align_out}};
     MATMUL_TRY(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                     &workspace_bytes, sizeof workspace_bytes));
     MATMUL_TRY(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction,
@@ -97,16 +98,15 @@ static inline int matmul_preference(cublasLtMatmulPreference_t preference, const
     return 0;
 }
 
-// The descriptions: out^T = op(b)^T op(a)^T in columns, so b comes first and nothing is transposed beyond what is asked.
+// The descriptions: out^T = op(b)^T op(a)^T in columns, so b comes first and nothing is transposed beyond what is
+// asked.
 static inline int matmul_describe(MatmulEntry *entry) {
     const MatmulShape *shape = &entry->shape;
     cublasOperation_t first = shape->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t second = shape->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     MATMUL_TRY(cublasLtMatmulDescCreate(&entry->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    MATMUL_TRY(
-        cublasLtMatmulDescSetAttribute(entry->product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-    MATMUL_TRY(
-        cublasLtMatmulDescSetAttribute(entry->product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
+    MATMUL_TRY(cublasLtMatmulDescSetAttribute(entry->product, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
+    MATMUL_TRY(cublasLtMatmulDescSetAttribute(entry->product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
     int64_t a_rows = shape->trans_a ? shape->inner : shape->rows, a_cols = shape->trans_a ? shape->rows : shape->inner;
     int64_t b_rows = shape->trans_b ? shape->cols : shape->inner, b_cols = shape->trans_b ? shape->inner : shape->cols;
     if (matmul_layout(&entry->a, shape->bf16, a_rows, a_cols, shape->lda)) return -1;

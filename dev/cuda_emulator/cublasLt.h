@@ -20,9 +20,12 @@
 #include <vector>          // operands in fp32
 
 // Fortran's interface of OpenBLAS: column-major, everything by address, lengths of texts last.
-extern "C" void sgemm_(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k,
-                       const float *alpha, const float *a, const int *lda, const float *b, const int *ldb,
-                       const float *beta, float *c, const int *ldc, size_t, size_t);
+extern "C" {
+void sgemm_(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const float *alpha,
+            const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c, const int *ldc,
+            size_t, size_t);
+void openblas_set_num_threads(int num_threads);
+}
 
 typedef enum {
     CUBLAS_STATUS_SUCCESS = 0,
@@ -48,23 +51,23 @@ typedef enum {
 
 typedef struct EmuBlas {
     uint32_t magic; // EMU_BLAS_MAGIC while it lives
-} *cublasLtHandle_t;
+} * cublasLtHandle_t;
 
 typedef struct EmuBlasProduct {
     cublasComputeType_t compute;
     cudaDataType_t scale;
     int trans_a, trans_b;
-} *cublasLtMatmulDesc_t;
+} * cublasLtMatmulDesc_t;
 
 typedef struct EmuBlasLayout {
     cudaDataType_t type;
     int64_t rows, cols, ld;
-} *cublasLtMatrixLayout_t;
+} * cublasLtMatrixLayout_t;
 
 typedef struct EmuBlasPreference {
     uint64_t workspace_bytes;
     uint32_t reduction_mask, align[4]; // of A, B, C, D
-} *cublasLtMatmulPreference_t;
+} * cublasLtMatmulPreference_t;
 
 // The problem an algorithm was chosen for, and what it was promised.
 typedef struct {
@@ -95,6 +98,7 @@ static inline const char *cublasLtGetStatusString(cublasStatus_t status) {
 }
 
 static inline cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
+    openblas_set_num_threads(1); // the same bits on every machine
     *handle = new EmuBlas{EMU_BLAS_MAGIC};
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -119,8 +123,8 @@ static inline cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc
 }
 
 static inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
-                                                            cublasLtMatmulDescAttributes_t attribute,
-                                                            const void *value, size_t n_bytes) {
+                                                            cublasLtMatmulDescAttributes_t attribute, const void *value,
+                                                            size_t n_bytes) {
     cublasOperation_t operation;
     if (n_bytes != sizeof operation) return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "size of an attribute");
     memcpy(&operation, value, sizeof operation);
@@ -204,8 +208,7 @@ static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t han
         return emu_blas_refuse(CUBLAS_STATUS_NOT_SUPPORTED, "no algorithm with so little workspace");
     cublasLtMatmulHeuristicResult_t result = {};
     result.algo.product = *product;
-    for (int i = 0; i < 4; i++)
-        result.algo.layout[i] = *layout[i], result.algo.align[i] = preference->align[i];
+    for (int i = 0; i < 4; i++) result.algo.layout[i] = *layout[i], result.algo.align[i] = preference->align[i];
     result.algo.workspace_bytes = result.workspaceSize = EMU_BLAS_WORKSPACE;
     results[0] = result;
     *returned = 1;
@@ -221,8 +224,9 @@ static inline std::vector<float> emu_blas_widen(const void *data, const EmuBlasL
     for (int64_t col = 0; col < layout.cols; col++) {
         for (int64_t row = 0; row < layout.rows; row++) {
             int64_t at = row + col * layout.ld;
-            wide[(size_t)(row + col * layout.rows)] =
-                layout.type == CUDA_R_32F ? ((const float *)data)[at] : __bfloat162float(((const __nv_bfloat16 *)data)[at]);
+            wide[(size_t)(row + col * layout.rows)] = layout.type == CUDA_R_32F
+                                                          ? ((const float *)data)[at]
+                                                          : __bfloat162float(((const __nv_bfloat16 *)data)[at]);
         }
     }
     return wide;

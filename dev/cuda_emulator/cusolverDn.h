@@ -20,6 +20,7 @@ void sorgqr_(const int *m, const int *n, const int *k, float *a, const int *lda,
              const int *lwork, int *info);
 void ssyevd_(const char *jobz, const char *uplo, const int *n, float *a, const int *lda, float *w, float *work,
              const int *lwork, int *iwork, const int *liwork, int *info, size_t, size_t);
+void openblas_set_num_threads(int num_threads);
 }
 
 typedef enum {
@@ -32,9 +33,10 @@ typedef enum { CUBLAS_FILL_MODE_LOWER = 0, CUBLAS_FILL_MODE_UPPER = 1 } cublasFi
 
 typedef struct EmuSolver {
     cudaStream_t stream;
-} *cusolverDnHandle_t;
+} * cusolverDnHandle_t;
 
 static inline cusolverStatus_t cusolverDnCreate(cusolverDnHandle_t *handle) {
+    openblas_set_num_threads(1); // the same bits on every machine
     *handle = new EmuSolver{NULL};
     return CUSOLVER_STATUS_SUCCESS;
 }
@@ -77,9 +79,8 @@ static inline cusolverStatus_t cusolverDnSgesvd(cusolverDnHandle_t handle, signe
         !emu_solver_matrix(VT, n, n, ldvt) || !emu_solver_vector(S, n) || !emu_solver_vector(work, lwork) ||
         (n > 1 && !emu_solver_vector(rwork, n - 1)) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu_enqueue(handle->stream, [=] {
-        sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1);
-    });
+    emu_enqueue(handle->stream,
+                [=] { sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1); });
     return CUSOLVER_STATUS_SUCCESS;
 }
 
@@ -97,8 +98,8 @@ static inline cusolverStatus_t cusolverDnSgeqrf(cusolverDnHandle_t handle, int m
                                                 float *work, int lwork, int *info) {
     int needed;
     if (cusolverDnSgeqrf_bufferSize(handle, m, n, A, lda, &needed) != CUSOLVER_STATUS_SUCCESS || lwork < needed ||
-        !emu_solver_matrix(A, m, n, lda) || !emu_solver_vector(tau, m < n ? m : n) ||
-        !emu_solver_vector(work, lwork) || !emu_solver_vector(info, 1))
+        !emu_solver_matrix(A, m, n, lda) || !emu_solver_vector(tau, m < n ? m : n) || !emu_solver_vector(work, lwork) ||
+        !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
     emu_enqueue(handle->stream, [=] { sgeqrf_(&m, &n, A, &lda, tau, work, &lwork, info); });
     return CUSOLVER_STATUS_SUCCESS;
