@@ -6,18 +6,18 @@
 //
 // To add a feature: an attribute goes into its enum with the toolkit's number, into the struct, and into
 // emu_blas_check; whatever is not listed here is refused as not supported.
-#ifndef EMU_CUBLASLT_H
-#define EMU_CUBLASLT_H
+#ifndef EMULATOR_CUBLASLT_H
+#define EMULATOR_CUBLASLT_H
 
 #include <cuda_bf16.h>     // __nv_bfloat16
-#include <cuda_runtime.h>  // cudaStream_t, emu_enqueue, emu_is_device
-#include <functional>      // std::function
+#include <cuda_runtime.h>  // cudaStream_t
 #include <library_types.h> // cudaDataType_t
-#include <memory>          // std::shared_ptr
 #include <stdint.h>        // fixed-width integers
 #include <stdio.h>         // snprintf
 #include <string.h>        // memcpy
 #include <vector>          // operands in fp32
+
+#include "library.h" // is_device, enqueue
 
 // Fortran's interface of OpenBLAS: column-major, everything by address, lengths of texts last.
 extern "C" {
@@ -277,19 +277,19 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMat
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the algorithm was chosen for other shapes");
         if ((uintptr_t)data[i] % algo->align[i] != 0)
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "a matrix is less aligned than was promised");
-        if (!emu_is_device(data[i], (size_t)emu_blas_bytes(layout[i])))
+        if (!emu::is_device(data[i], (size_t)emu_blas_bytes(layout[i])))
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "a matrix is not, or not wholly, in device memory");
     }
     if (C == D && memcmp(&algo->layout[2].ld, &algo->layout[3].ld, sizeof algo->layout[2].ld) != 0)
         return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "C is D, with another ld");
-    if (workspace_bytes < algo->workspace_bytes || !emu_is_device(workspace, workspace_bytes) ||
+    if (workspace_bytes < algo->workspace_bytes || !emu::is_device(workspace, workspace_bytes) ||
         (uintptr_t)workspace % 16 != 0)
         return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the workspace is too small or not aligned device memory");
     float scale, keep; // host pointers are read at once
     memcpy(&scale, alpha, sizeof scale);
     memcpy(&keep, beta, sizeof keep);
     cublasLtMatmulAlgo_t chosen = *algo;
-    emu_enqueue(stream, [=] {
+    emu::enqueue(stream, [=] {
         memset(workspace, 0xFF, chosen.workspace_bytes); // NaN: nobody else may keep anything there
         emu_blas_compute(chosen, scale, A, B, keep, C, D);
     });

@@ -3,11 +3,13 @@
 // besides: wrong leading dimensions, memory that is not the device's, workspace smaller than was asked for.
 //
 // To add a routine: its buffer size and its call, in the same form as those here.
-#ifndef EMU_CUSOLVERDN_H
-#define EMU_CUSOLVERDN_H
+#ifndef EMULATOR_CUSOLVERDN_H
+#define EMULATOR_CUSOLVERDN_H
 
-#include <cuda_runtime.h> // cudaStream_t, emu_enqueue, emu_is_device
+#include <cuda_runtime.h> // cudaStream_t
 #include <stddef.h>       // size_t
+
+#include "library.h" // is_device, enqueue
 
 // Fortran's interface of LAPACK: everything by address, lengths of texts last.
 extern "C" {
@@ -54,11 +56,11 @@ static inline cusolverStatus_t cusolverDnSetStream(cusolverDnHandle_t handle, cu
 // Is (rows, cols) with ld a matrix in device memory?
 static inline int emu_solver_matrix(const float *data, int rows, int cols, int ld) {
     return rows > 0 && cols > 0 && ld >= rows &&
-           emu_is_device(data, sizeof(float) * ((size_t)(cols - 1) * (size_t)ld + (size_t)rows));
+           emu::is_device(data, sizeof(float) * ((size_t)(cols - 1) * (size_t)ld + (size_t)rows));
 }
 
 static inline int emu_solver_vector(const void *data, int n) {
-    return n > 0 && emu_is_device(data, sizeof(float) * (size_t)n);
+    return n > 0 && emu::is_device(data, sizeof(float) * (size_t)n);
 }
 
 static inline cusolverStatus_t cusolverDnSgesvd_bufferSize(cusolverDnHandle_t handle, int m, int n, int *lwork) {
@@ -79,8 +81,8 @@ static inline cusolverStatus_t cusolverDnSgesvd(cusolverDnHandle_t handle, signe
         !emu_solver_matrix(VT, n, n, ldvt) || !emu_solver_vector(S, n) || !emu_solver_vector(work, lwork) ||
         (n > 1 && !emu_solver_vector(rwork, n - 1)) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu_enqueue(handle->stream,
-                [=] { sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1); });
+    emu::enqueue(handle->stream,
+                 [=] { sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1); });
     return CUSOLVER_STATUS_SUCCESS;
 }
 
@@ -101,7 +103,7 @@ static inline cusolverStatus_t cusolverDnSgeqrf(cusolverDnHandle_t handle, int m
         !emu_solver_matrix(A, m, n, lda) || !emu_solver_vector(tau, m < n ? m : n) || !emu_solver_vector(work, lwork) ||
         !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu_enqueue(handle->stream, [=] { sgeqrf_(&m, &n, A, &lda, tau, work, &lwork, info); });
+    emu::enqueue(handle->stream, [=] { sgeqrf_(&m, &n, A, &lda, tau, work, &lwork, info); });
     return CUSOLVER_STATUS_SUCCESS;
 }
 
@@ -122,7 +124,7 @@ static inline cusolverStatus_t cusolverDnSorgqr(cusolverDnHandle_t handle, int m
         lwork < needed || !emu_solver_matrix(A, m, n, lda) || !emu_solver_vector(tau, k) ||
         !emu_solver_vector(work, lwork) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu_enqueue(handle->stream, [=] { sorgqr_(&m, &n, &k, A, &lda, tau, work, &lwork, info); });
+    emu::enqueue(handle->stream, [=] { sorgqr_(&m, &n, &k, A, &lda, tau, work, &lwork, info); });
     return CUSOLVER_STATUS_SUCCESS;
 }
 
@@ -143,7 +145,7 @@ static inline cusolverStatus_t cusolverDnSsyevd(cusolverDnHandle_t handle, cusol
         lwork < needed || !emu_solver_matrix(A, n, n, lda) || !emu_solver_vector(W, n) ||
         !emu_solver_vector(work, lwork) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu_enqueue(handle->stream, [=] {
+    emu::enqueue(handle->stream, [=] {
         ssyevd_("V", uplo == CUBLAS_FILL_MODE_LOWER ? "L" : "U", &n, A, &lda, W, work, &floats, (int *)(work + floats),
                 &integers, info, 1, 1);
     });
