@@ -2110,7 +2110,9 @@ static double residual(const float *A, const float *U, const float *s, const flo
 
 static float *random_orthonormal(int m, int r, uint32_t sub) {
     float *Q = random_values((int64_t)m * r, sub, 1.0f);
-    check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
+    stream_destroy(stream);
     return Q;
 }
 
@@ -2146,6 +2148,7 @@ static void *svd_job(void *argument) {
 
 // The whole factorization: odd shapes, both orientations, ranks that are short, sizes far from 1, wrong values.
 static void svd_full_cases(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
     static const struct {
         int m, n, rank; // rank 0: full
         float scale;
@@ -2163,27 +2166,66 @@ static void svd_full_cases(void) {
         }
         float *U = guarded(m * k), *s = guarded(k), *V = guarded(n * k), *before = guarded(m * n);
         memcpy(before, A, sizeof(float) * (size_t)(m * n));
-        check(svd_full(U, s, V, A, m, n) == 0, "%s", error_message);
+        check(svd_full(U, s, V, A, m, n, stream) == 0, "%s", error_message);
         check(memcmp(before, A, sizeof(float) * (size_t)(m * n)) == 0, "A was changed");
         check_factors(A, U, s, V, m, n, k, 0.0, "svd_full");
         if (rank > 0) check(s[rank - 1] > 1e-2f * s[0] && s[rank] <= 1e-6f * s[0], "rank %d is not found", rank);
         A[m * n - 1] = i % 2 ? NAN : -INFINITY;
-        check_error(svd_full(U, s, V, A, m, n), "infinite or NaN", "a matrix that is not finite");
+        check_error(svd_full(U, s, V, A, m, n, stream), "infinite or NaN", "a matrix that is not finite");
         release(U, m * k, "U");
         release(s, k, "s");
         release(V, n * k, "V");
         release(before, m * n, "before");
         free(A);
     }
+    stream_destroy(stream);
+}
+
+// Eigenvalues of symmetric matrices, definite and not, of short rank, far from 1; values above the diagonal that
+// contradict those below are not looked at.
+static void eigh_cases(void) {
+    static const struct {
+        int n, rank; // rank 0: a random symmetric matrix, of both signs
+        float scale;
+    } cases[] = {{1, 0, 1}, {2, 0, 1}, {17, 0, 1}, {65, 0, 1e-12f}, {40, 40, 1}, {33, 3, 1}, {9, 0, 0.0f}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int n = cases[i].n, rank = cases[i].rank;
+        float *A = random_values(n * n, 308, cases[i].scale), *V = guarded(n * n), *w = guarded(n);
+        if (rank > 0) {
+            float *side = random_values(n * rank, 309, 1.0f);
+            compose(A, side, NULL, side, n, n, rank);
+            free(side);
+        }
+        float *symmetric = guarded(n * n), *before = guarded(n * n);
+        for (int row = 0; row < n; row++)
+            for (int col = 0; col < n; col++) symmetric[row * n + col] = A[row >= col ? row * n + col : col * n + row];
+        memcpy(before, A, sizeof(float) * (size_t)(n * n));
+        check(eigh(V, w, A, n, stream) == 0, "%s", error_message);
+        check(memcmp(before, A, sizeof(float) * (size_t)(n * n)) == 0, "A was changed");
+        for (int j = 1; j < n; j++) check(w[j - 1] >= w[j], "w does not descend");
+        check(orthonormality_error(V, n, n) <= 3e-6, "V^T V - I %.3g", orthonormality_error(V, n, n));
+        check(residual(symmetric, V, w, V, n, n, n) <= 2e-6, "residual %.3g", residual(symmetric, V, w, V, n, n, n));
+        if (rank > 0 && rank < n) check(w[rank - 1] > 1e-2f * w[0] && fabsf(w[rank]) <= 1e-6f * w[0], "rank %d", rank);
+        A[n * n - 1] = i % 2 ? NAN : INFINITY;
+        check_error(eigh(V, w, A, n, stream), "infinite or NaN", "a matrix that is not finite");
+        release(V, n * n, "V");
+        release(w, n, "w");
+        release(symmetric, n * n, "symmetric");
+        release(before, n * n, "before");
+        free(A);
+    }
+    stream_destroy(stream);
 }
 
 static void orthonormalize_cases(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
     static const int shapes[][2] = {{1, 1}, {5, 1}, {17, 17}, {130, 33}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         int m = shapes[i][0], r = shapes[i][1], n = m * r;
         float *A = random_values(n, 303, 1e-5f), *Q = guarded(n), *projected = guarded(n), *inner = guarded(r * r);
         memcpy(Q, A, sizeof(float) * (size_t)n);
-        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
         check(orthonormality_error(Q, m, r) <= 3e-6, "Q^T Q - I %.3g", orthonormality_error(Q, m, r));
         for (int a = 0; a < r; a++) { // inner (r,r) = A^T Q: lower triangular, as Q's first columns span A's first ones
             for (int b = 0; b < r; b++) {
@@ -2196,15 +2238,16 @@ static void orthonormalize_cases(void) {
         compose(projected, Q, NULL, inner, m, r, r);
         check_close(projected, A, n, 2e-6, "Q R");
         for (int j = 0; j < n; j++) Q[j] = i % 2 ? 0.0f : A[j / r * r]; // zero, or one column r times
-        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
         check(orthonormality_error(Q, m, r) <= 3e-6, "dependent: Q^T Q - I %.3g", orthonormality_error(Q, m, r));
         Q[n - 1] = NAN;
-        check_error(orthonormalize(Q, m, r), "infinite or NaN", "NaN");
+        check_error(orthonormalize(Q, m, r, stream), "infinite or NaN", "NaN");
         release(Q, n, "Q");
         release(projected, n, "projected");
         release(inner, r * r, "inner");
         free(A);
     }
+    stream_destroy(stream);
 }
 
 // Truncated: against the spectrum a matrix was made with, through both ways; threads and repetitions give the same
@@ -2271,7 +2314,7 @@ static void svd_warm_case(void) {
     for (int visit = 0; visit < VISITS; visit++) {
         float *drift = random_values(M * N, 310 + (uint32_t)visit, 1e-4f), *all = guarded(M * N + N + N * N);
         for (int j = 0; j < M * N; j++) A[j] += drift[j];
-        check(svd_full(all, all + M * N, all + M * N + N, A, M, N) == 0, "%s", error_message);
+        check(svd_full(all, all + M * N, all + M * N + N, A, M, N, stream) == 0, "%s", error_message);
         double beyond = 0.0, total = 0.0;
         for (int j = 0; j < N; j++) {
             double square = (double)all[M * N + j] * (double)all[M * N + j];
@@ -2300,6 +2343,7 @@ static void svd_warm_case(void) {
 
 static void test_svd(void) {
     svd_full_cases();
+    eigh_cases();
     orthonormalize_cases();
     svd_truncated_cases();
     svd_warm_case();
@@ -2338,20 +2382,22 @@ static void response_cases(void) {
     static const float s[] = {INFINITY, 1e30f, 1.0f, 1e-3f, 1e-30f, 1e-44f, 0.0f, -1.0f, NAN};
     enum { R = sizeof s / sizeof *s };
     static const float pair[] = {4.0f, 1.0f};
-    float *d = guarded(R), relative[2];
-    spectral_response(d, s, R, 1e-3f, 0);
+    float *d = guarded(R), relative[2] = {NAN, NAN};
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    spectral_response(d, s, R, 1e-3f, 0, stream);
     for (int i = 0; i < R; i++) {
         double expected = s[i] > 0.0f && isfinite(s[i]) ? (double)s[i] / ((double)s[i] + (double)1e-3f) : s[i] > 0.0f;
         check(d[i] >= 0.0f && d[i] < 1.0f, "the response to %g is %g", (double)s[i], (double)d[i]);
         check(fabs((double)d[i] - expected) <= 1.2e-7 * expected + 1e-45, "response %g, %g", (double)d[i], expected);
     }
-    spectral_response(relative, pair, 2, 0.5f, 1); // tau is half of s_0
+    spectral_response(relative, pair, 2, 0.5f, 1, stream); // tau is half of s_0
     check(fabsf(relative[0] - 2.0f / 3.0f) < 1e-6f && fabsf(relative[1] - 1.0f / 3.0f) < 1e-6f, "relative: %g, %g",
           (double)relative[0], (double)relative[1]);
-    spectral_response(relative, s + 6, 2, 0.5f, 1);
+    spectral_response(relative, s + 6, 2, 0.5f, 1, stream);
     check(relative[0] == 0.0f && relative[1] == 0.0f, "of a zero matrix: %g, %g", (double)relative[0],
           (double)relative[1]);
     release(d, R, "d");
+    stream_destroy(stream);
 }
 
 // Tall, wide, square, full rank and less, thread counts. Must fail for: U and V swapped, d once instead of twice, alpha
@@ -2370,7 +2416,7 @@ static void test_spectral_filter(void) {
         float *V = random_orthonormal(n, r, 322), *s = random_values(r, 323, 1e-3f), *d = guarded(r);
         float *expected = guarded(m * n), *unset = guarded(r), *bits[2];
         Stream *streams[2] = {test_stream(PRECISION_BF16, 1), test_stream(PRECISION_FP32, 2)};
-        spectral_response(d, s, r, 1e-3f, 0);
+        spectral_response(d, s, r, 1e-3f, 0, streams[0]);
         for (int a = 0; a < r; a++) d[a] = 0.1f + 0.9f * d[a]; // half of s is negative
         filter_reference(expected, grad, U, d, V, m, n, r, (double)alpha);
         for (int t = 0; t < 2; t++) {
@@ -2390,7 +2436,7 @@ static void test_spectral_filter(void) {
         }
         if (r == 1 && alpha == 0.0f && k > 1) { // one direction in, one direction out
             float *all = guarded(m * k + k + n * k), *values = all + m * k;
-            check(svd_full(all, values, values + k, bits[1], m, n) == 0, "%s", error_message);
+            check(svd_full(all, values, values + k, bits[1], m, n, streams[1]) == 0, "%s", error_message);
             check(values[0] > 0.0f && values[1] <= 1e-6f * values[0], "rank 1: %g, %g", (double)values[0],
                   (double)values[1]);
             release(all, m * k + k + n * k, "all");
@@ -2437,8 +2483,8 @@ static void test_spectral_reference(void) {
             snprintf(key, sizeof key, "%s.after.%d", names[i], step);
             float *expected = dump_values(&dump, "", key, &count);
             for (int64_t j = 0; j < count; j++) momentum[j] = 0.9f * momentum[j] + 0.1f * anchor[j];
-            check(svd_full(U, s, V, momentum, m, n) == 0, "%s", error_message);
-            spectral_response(d, s, k, 1e-3f, 0);
+            check(svd_full(U, s, V, momentum, m, n, stream) == 0, "%s", error_message);
+            spectral_response(d, s, k, 1e-3f, 0, stream);
             check(d[0] > 0.9f && d[k - 1] < 0.2f, "the filter does nothing here: %g .. %g", (double)d[0],
                   (double)d[k - 1]);
             spectral_filter(grad, U, d, V, m, n, k, 0.3f, stream);
@@ -2478,7 +2524,7 @@ static void power_round(PowerCase *c, float *const delta[WORKERS], int feedback,
         powersgd_left(P, delta[w], c->Q, m, n, r, stream);
         for (int i = 0; i < m * r; i++) c->P[i] += P[i] / WORKERS;
     }
-    check(orthonormalize(c->P, m, r) == 0, "%s", error_message);
+    check(orthonormalize(c->P, m, r, stream) == 0, "%s", error_message);
     for (int j = 0; j < n * r; j++) c->Q[j] = 0.0f;
     for (int w = 0; w < WORKERS; w++) {
         own[w] = guarded(n * r);
@@ -2520,7 +2566,7 @@ static void test_powersgd(void) {
         float *sent = guarded(count), *due = guarded(count), *whole = guarded(count);
         double early = 0.0, share = 1.0;
         Stream *stream = test_stream(PRECISION_BF16, 2);
-        powersgd_init(c.Q, n, r, 7, (uint32_t)i);
+        check(powersgd_init(c.Q, n, r, 7, (uint32_t)i, stream) == 0, "%s", error_message);
         for (int w = 0; w < WORKERS; w++) c.error[w] = guarded(count);
         for (int j = 0; j < count; j++) sent[j] = due[j] = 0.0f;
         for (int round = 0; round < (full ? 3 : ROUNDS); round++) {

@@ -1472,8 +1472,9 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->n_dims != 2) continue;
-            powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
-                          powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index);
+            if (powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
+                              powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index, mesh->stream))
+                return -1;
         }
     }
     if (mesh->n_replicas == 1) return 0;
@@ -1527,7 +1528,7 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
         keeper->averaging = fmax(keeper->averaging, arrival);
     }
     vector_mean(values[owner], values, R, n, stream);
-    if (rows > 0 && orthonormalize(values[owner], rows, (int)(n / rows))) return -1;
+    if (rows > 0 && orthonormalize(values[owner], rows, (int)(n / rows), stream)) return -1;
     int64_t n_bytes = codec_encode_fp32(codec, values[owner], n, mesh->message, mesh->message_bytes, stream);
     if (n_bytes < 0) return -1;
     for (int r = 0; r < R; r++) {
@@ -1802,7 +1803,7 @@ static int anchor_factors(Anchor *anchor) {
         vector_scale(factor->s, factor->r, debias, anchor->stream);
         wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r, anchor->stream); // as they travel
         wire_round(anchor->wire, factor->v, (int64_t)factor->n * factor->r, anchor->stream);
-        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative);
+        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative, anchor->stream);
     }
     return 0;
 }

@@ -17,9 +17,11 @@
 #include "matmul.h" // matmul_product
 #include "rand.h"   // rand_normal
 
-// Q (n,r) = standard normals, the same on every replica; `sub` is the tensor.
-static inline void powersgd_init(float *Q, int n, int r, uint64_t seed, uint32_t sub) {
+// Q (n,r) = standard normals, the same on every replica; `sub` is the tensor. Returns 0, or -1: the stream has failed.
+static inline int powersgd_init(float *Q, int n, int r, uint64_t seed, uint32_t sub, Stream *stream) {
+    if (stream_check(stream)) return -1;
     rand_normal(Q, (int64_t)n * r, seed, RAND_POWERSGD, sub);
+    return 0;
 }
 
 // P (m,r) = delta (m,n) Q (n,r)
