@@ -328,11 +328,11 @@ static void attention_cases(Precision precision) {
     static const struct {
         AttentionShape s;
         int backward;
-    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0}, 1},
-                 {{1, 17, 17, 6, 3, 10, 0, 0}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0}, 1},
-                 {{2, 130, 130, 6, 2, 20, 0, 0}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0}, 0},
-                 {{1, 65, 65, 2, 2, 96, 0, 0}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0}, 0},
-                 {{1, 3, 131, 4, 2, 10, 0, 0}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0}, 0}};
+    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0, NULL}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0, NULL}, 1},
+                 {{1, 17, 17, 6, 3, 10, 0, 0, NULL}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0, NULL}, 1},
+                 {{2, 130, 130, 6, 2, 20, 0, 0, NULL}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0, NULL}, 0},
+                 {{1, 65, 65, 2, 2, 96, 0, 0, NULL}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0, NULL}, 0},
+                 {{1, 3, 131, 4, 2, 10, 0, 0, NULL}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0, NULL}, 0}};
     Stream *stream = test_stream(precision, 2);
     double tol = precision == PRECISION_BF16 ? 1e-2 : 1e-6;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -378,7 +378,7 @@ static void test_attention(void) {
 
 // The backward at sizes where differences are too slow: T 200 over four blocks against a plain float64 backward.
 static void attention_backward_blocks(Precision precision, double tol) {
-    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32}; // one joint row, as in training
+    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32, NULL}; // one joint row, as in training
     int QKV = s.q_stride, T = s.Tk, A = s.NH * s.HD, KV = s.NKV * s.HD, group = s.NH / s.NKV;
     int64_t n = (int64_t)s.B * T * QKV, n_out = (int64_t)s.B * T * A;
     float *x = random_values(n, 10, 1.0f), *dout = random_values(n_out, 11, 1.0f), *out = guarded(n_out);
@@ -431,6 +431,91 @@ static void attention_backward_blocks(Precision precision, double tol) {
 static void test_attention_backward_blocks(void) {
     attention_backward_blocks(PRECISION_FP32, 2e-6);
     attention_backward_blocks(PRECISION_BF16, 1e-2);
+}
+
+// Packed documents against the plain float64 attention of each document on its own, forward and backward (by its
+// differences: the gradient of a document knows nothing of its neighbours). Documents of one token, documents that end
+// on a block's edge and that span blocks; queries fewer than keys, whose first document began before them.
+// Must fail for: starts left out, the starts of another sequence, off by one, dk of skipped blocks left as it was.
+static void attention_documents_case(AttentionShape s, const int *lengths, int backward, Precision precision) {
+    double tol = precision == PRECISION_BF16 ? 1e-2 : 2e-6;
+    int A = s.NH * s.HD, KV = s.NKV * s.HD, QKV = A + 2 * KV, skipped = s.Tk - s.Tq;
+    int64_t n = (int64_t)s.B * s.Tk * QKV, n_out = (int64_t)s.B * s.Tq * A;
+    float *x = random_values(n, 14, 1.0f), *dout = random_values(n_out, 15, 1.0f), *out = guarded(n_out);
+    float *lse = guarded((int64_t)s.B * s.NH * s.Tq), *dx = guarded(n);
+    float *expected = (float *)malloc(sizeof(float) * (size_t)n), *wanted = (float *)malloc(sizeof(float) * (size_t)n);
+    double *wide = (double *)malloc(sizeof(double) * (size_t)n);
+    int32_t *starts = (int32_t *)malloc(sizeof(int32_t) * (size_t)s.B * (size_t)s.Tk);
+    Stream *stream = test_stream(precision, 2);
+    for (int b = 0; b < s.B; b++) {
+        for (int start = 0, i = b; start < s.Tk; start += lengths[i++]) { // other sequences: other documents
+            int length = lengths[i] < s.Tk - start ? lengths[i] : s.Tk - start;
+            int queries = start + length <= skipped ? 0 : start < skipped ? start + length - skipped : length;
+            AttentionShape one = {1, queries, length, s.NH, s.NKV, s.HD, A, KV, NULL};
+            int64_t row = (int64_t)b * s.Tk + start, first = length - queries;
+            int64_t out_row = row + first - (int64_t)skipped * (b + 1); // of its first query
+            float *part = (float *)malloc(sizeof(float) * (size_t)length * (size_t)QKV), *k = part + queries * A;
+            for (int t = 0; t < length; t++) {
+                const float *from = x + (row + t) * QKV;
+                starts[row + t] = start;
+                if (t >= first) memcpy(part + (t - first) * A, from, sizeof(float) * (size_t)A);
+                memcpy(k + t * KV, from + A, sizeof(float) * (size_t)KV);
+                memcpy(k + (length + t) * KV, from + A + KV, sizeof(float) * (size_t)KV);
+            }
+            int64_t n_part = queries * A + 2 * length * KV;
+            for (int64_t j = 0; j < n_part; j++) wide[j] = (double)part[j];
+            double *result = (double *)malloc(sizeof(double) * (size_t)(queries * A + 1));
+            attention_reference(result, wide, &one);
+            for (int j = 0; j < queries * A; j++) expected[out_row * A + j] = (float)result[j];
+            free(result);
+            if (backward) {
+                AttentionCase context = {one, dout + out_row * A};
+                Objective objective = {attention_objective, &context};
+                float *grad = (float *)malloc(sizeof(float) * (size_t)n_part);
+                numeric_gradient(grad, part, n_part, objective);
+                for (int t = 0; t < length; t++) {
+                    float *to = wanted + (row + t) * QKV;
+                    memcpy(to, grad + t * A, sizeof(float) * (size_t)A);
+                    memcpy(to + A, grad + length * A + t * KV, sizeof(float) * (size_t)KV);
+                    memcpy(to + A + KV, grad + length * A + (length + t) * KV, sizeof(float) * (size_t)KV);
+                }
+                free(grad);
+            }
+            free(part);
+        }
+    }
+    float *q = (float *)malloc(sizeof(float) * (size_t)s.B * (size_t)s.Tq * (size_t)QKV); // the rows that ask
+    for (int b = 0; b < s.B; b++)
+        memcpy(q + (size_t)b * s.Tq * QKV, x + ((size_t)b * s.Tk + skipped) * QKV,
+               sizeof(float) * (size_t)s.Tq * (size_t)QKV);
+    s.q_stride = QKV, s.kv_stride = QKV, s.starts = starts;
+    attention_forward(out, lse, q, x + A, x + A + KV, s, stream);
+    check_close(out, expected, n_out, tol, "out");
+    if (backward) {
+        attention_backward(dx, dx + A, dx + A + KV, dout, out, lse, q, x + A, x + A + KV, s, stream);
+        check_close(dx, wanted, n, tol, "dqkv");
+    }
+    release(out, n_out, "out");
+    release(lse, (int64_t)s.B * s.NH * s.Tq, "lse");
+    release(dx, n, "dqkv");
+    free(x);
+    free(dout);
+    free(expected);
+    free(wanted);
+    free(wide);
+    free(starts);
+    free(q);
+    stream_destroy(stream);
+}
+
+static void test_attention_documents(void) {
+    static const int few[] = {1, 3, 2, 7, 1, 1, 4, 9, 9}, blocks[] = {64, 1, 63, 70, 40, 200, 200};
+    for (int precision = 0; precision < 2; precision++) {
+        attention_documents_case((AttentionShape){2, 17, 17, 4, 2, 6, 0, 0, NULL}, few, 1, (Precision)precision);
+        attention_documents_case((AttentionShape){1, 150, 150, 1, 1, 2, 0, 0, NULL}, blocks, 1, (Precision)precision);
+        attention_documents_case((AttentionShape){2, 230, 230, 4, 2, 10, 0, 0, NULL}, blocks, 0, (Precision)precision);
+        attention_documents_case((AttentionShape){2, 5, 230, 2, 1, 8, 0, 0, NULL}, blocks, 0, (Precision)precision);
+    }
 }
 
 // Matrix products at odd sizes, all three directions, overwriting and adding, fp32 and bf16, weights cut into slices.
@@ -663,7 +748,7 @@ static void threads_agree(Precision precision) {
     };
     static const int threads[] = {1, 2, 3, 5};
     enum { TOTAL = N * QKV + N * A + N * C + C + N * V + N };
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     float *qkv = random_values(N * QKV, 40, 1.0f), *dout = random_values(N * A, 41, 1.0f), *lse = guarded(N * NH);
     float *x = random_values(N * C, 42, 1.0f), *grad = random_values(N * C, 43, 1.0f), *rstd = guarded(N);
     float *weight = random_values(C, 44, 1.0f), *logits = random_values(N * V, 45, 1.0f), *out = guarded(N * C);
@@ -4164,6 +4249,7 @@ static const struct {
     {"matmul", test_matmul},
     {"attention", test_attention},
     {"attention_backward_blocks", test_attention_backward_blocks},
+    {"attention_documents", test_attention_documents},
     {"swiglu", test_swiglu},
     {"cross_entropy", test_cross_entropy},
     {"adamw", test_adamw},

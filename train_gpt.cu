@@ -487,7 +487,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     const Config *config = &stage->config;
     int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
     int64_t floats = stage->arena_floats, T = stage->max_T;
-    AttentionShape shape = {stage->max_B, (int)T, (int)T, config->heads, config->kv_heads, config->head_dim, 0, 0};
+    AttentionShape shape = {stage->max_B, (int)T, (int)T, config->heads, config->kv_heads, config->head_dim, 0, 0, NULL};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
@@ -767,7 +767,7 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
     matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, 0, stream);
     rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     const floatX *k = acts->qkv + A, *v = k + KV;
     if (cache != NULL) {
         floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
@@ -795,7 +795,7 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     const floatX *q = acts->qkv;
     matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
