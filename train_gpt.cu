@@ -487,7 +487,8 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     const Config *config = &stage->config;
     int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
     int64_t floats = stage->arena_floats, T = stage->max_T;
-    AttentionShape shape = {stage->max_B, (int)T, (int)T, config->heads, config->kv_heads, config->head_dim, 0, 0, NULL};
+    AttentionShape shape = {stage->max_B,     (int)T, (int)T, config->heads, config->kv_heads,
+                            config->head_dim, 0,      0,      NULL};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
