@@ -15,7 +15,9 @@
 
 #include <cusolverDn.h> // the factorizations
 #include <float.h>      // FLT_MAX
+#include <math.h>       // NAN
 #include <stdint.h>     // fixed-width integers
+#include <stdlib.h>     // calloc
 
 #include "device.cuh" // Stream, LAUNCH, scratch_get
 #include "error.h"
@@ -94,9 +96,24 @@ static inline void linalg_normal(float *out, int64_t n, uint64_t seed, uint32_t 
     LAUNCH(linalg_normal_kernel, linalg_blocks((n + 3) / 4), 256, 0, stream, out, n, seed, sub);
 }
 
+static inline void linalg_kept_free(void *data) {
+    device_free(((Scratch *)data)->data);
+    free(data);
+}
+
+// n_bytes of the stream's device memory for one factorization, apart from the scratch of those who ask for it; NULL
+// with a message without memory.
+static inline void *linalg_scratch(size_t n_bytes, Stream *stream) {
+    Kept *kept = &stream->kept[KEPT_LINALG];
+    if (kept->data == NULL) kept->data = calloc(1, sizeof(Scratch)), kept->destroy = linalg_kept_free;
+    if (kept->data != NULL) return scratch_get((Scratch *)kept->data, n_bytes);
+    error_set("out of memory for a factorization");
+    return NULL;
+}
+
 // The bits of the largest size among n values, in the solver's scratch until its next use; NULL without memory.
 static inline unsigned int *linalg_largest(const float *values, int64_t n, Stream *stream) {
-    unsigned int *largest = (unsigned int *)scratch_get(&stream->scratch[SCRATCH_SOLVER], DEVICE_ALIGN);
+    unsigned int *largest = (unsigned int *)linalg_scratch(DEVICE_ALIGN, stream);
     if (largest == NULL) {
         stream->failed = 1;
         return NULL;
@@ -160,7 +177,7 @@ static inline int svd_full(float *U, float *s, float *V, const float *A, int m, 
     LINALG_TRY(cusolverDnSgesvd_bufferSize(stream->solver, longer, k, &work_size));
     size_t matrix = linalg_piece((size_t)longer * (size_t)k), rest = linalg_piece((size_t)k);
     size_t n_floats = 2 * matrix + rest + linalg_piece((size_t)work_size) + linalg_piece(1);
-    float *copy = (float *)scratch_get(&stream->scratch[SCRATCH_SOLVER], sizeof(float) * n_floats);
+    float *copy = (float *)linalg_scratch(sizeof(float) * n_floats, stream);
     if (copy == NULL) return -1;
     float *left = copy + matrix, *diagonal = left + matrix, *work = diagonal + rest;
     int *info = (int *)(copy + n_floats - linalg_piece(1));
@@ -186,7 +203,7 @@ static inline int eigh(float *V, float *w, const float *A, int n, Stream *stream
                                            &work_size));
     size_t matrix = linalg_piece((size_t)n * (size_t)n), row = linalg_piece((size_t)n);
     size_t n_floats = matrix + row + linalg_piece((size_t)work_size) + linalg_piece(1);
-    float *copy = (float *)scratch_get(&stream->scratch[SCRATCH_SOLVER], sizeof(float) * n_floats);
+    float *copy = (float *)linalg_scratch(sizeof(float) * n_floats, stream);
     if (copy == NULL) return -1;
     float *ascending = copy + matrix, *work = ascending + row;
     int *info = (int *)(copy + n_floats - linalg_piece(1));
@@ -210,7 +227,7 @@ static inline int orthonormalize(float *Q, int m, int r, Stream *stream) {
     int work_size = factor_size > form_size ? factor_size : form_size;
     size_t matrix = linalg_piece((size_t)m * (size_t)r), row = linalg_piece((size_t)r);
     size_t n_floats = matrix + row + linalg_piece((size_t)work_size) + linalg_piece(1);
-    float *columns = (float *)scratch_get(&stream->scratch[SCRATCH_SOLVER], sizeof(float) * n_floats);
+    float *columns = (float *)linalg_scratch(sizeof(float) * n_floats, stream);
     if (columns == NULL) return -1;
     float *tau = columns + matrix, *work = tau + row;
     int *info = (int *)(columns + n_floats - linalg_piece(1)); // only wrong arguments are told there

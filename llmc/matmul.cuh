@@ -16,15 +16,19 @@
 
 #include <cublasLt.h> // the products
 #include <stdint.h>   // fixed-width integers
+#include <stdlib.h>   // calloc
 #include <string.h>   // memcmp
 
-#include "device.cuh"       // floatX, Stream, LAUNCH
-#include "dtype.h"          // bf16_of_float
-#include "matmul_cache.cuh" // MatmulShape, MatmulEntry
-#include "packed.cuh"       // Pack
+#include "device.cuh" // floatX, Stream, LAUNCH
+#include "dtype.h"    // bf16_of_float
 
 #define MATMUL_WORKSPACE ((size_t)32 << 20) // what cuBLAS takes for itself on Hopper; older cards need less
 #define MATMUL_PROBES    8
+#ifdef TESTING
+#define MATMUL_SLOTS 16 // a test has more shapes than that
+#else
+#define MATMUL_SLOTS 1024
+#endif
 #ifdef FLOATX_FP32
 #define MATMUL_BF16 0 // operands, and the result where it is floatX
 #else
@@ -51,6 +55,61 @@ static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int
     int packed = ld == cols && ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
     unsigned int blocks = (unsigned int)((rows * cols + 8 * 256 - 1) / (8 * 256));
     LAUNCH(bf16_round_kernel, blocks, 256, 0, stream, to, from, rows, cols, ld, packed);
+}
+
+typedef struct {
+    int64_t rows, cols, inner, lda, ldb, ldo;
+    int64_t align_a, align_b, align_out;  // bytes all pointers of this entry are multiples of
+    int trans_a, trans_b, bf16, out_bf16; // element types: of both operands, of the result
+} MatmulShape;
+static_assert(sizeof(MatmulShape) == 9 * sizeof(int64_t) + 4 * sizeof(int), "shapes are compared as bytes: no padding");
+
+typedef struct {
+    MatmulShape shape;
+    cublasLtMatmulDesc_t product; // NULL: empty slot
+    cublasLtMatrixLayout_t a, b, out;
+    cublasLtMatmulAlgo_t algorithm;
+    size_t workspace_bytes; // the algorithm's
+} MatmulEntry;
+
+// What a stream keeps of its products.
+typedef struct {
+    void *workspace; // MATMUL_WORKSPACE bytes of the device
+    MatmulEntry entries[MATMUL_SLOTS];
+} MatmulKept;
+
+// Empties a slot.
+static inline void matmul_entry_free(MatmulEntry *entry) {
+    if (entry->product != NULL) cublasLtMatmulDescDestroy(entry->product);
+    if (entry->a != NULL) cublasLtMatrixLayoutDestroy(entry->a);
+    if (entry->b != NULL) cublasLtMatrixLayoutDestroy(entry->b);
+    if (entry->out != NULL) cublasLtMatrixLayoutDestroy(entry->out);
+    memset(entry, 0, sizeof *entry);
+}
+
+static inline void matmul_kept_free(void *data) {
+    MatmulKept *kept = (MatmulKept *)data;
+    for (int i = 0; i < MATMUL_SLOTS; i++) matmul_entry_free(&kept->entries[i]);
+    device_free(kept->workspace);
+    free(kept);
+}
+
+// Made at the stream's first product; NULL with a message without memory.
+static inline MatmulKept *matmul_kept(Stream *stream) {
+    Kept *kept = &stream->kept[KEPT_MATMUL];
+    if (kept->data != NULL) return (MatmulKept *)kept->data;
+    MatmulKept *fresh = (MatmulKept *)calloc(1, sizeof *fresh);
+    if (fresh == NULL) {
+        error_set("out of memory for matrix products");
+        return NULL;
+    }
+    fresh->workspace = device_alloc(MATMUL_WORKSPACE);
+    if (fresh->workspace == NULL) {
+        free(fresh);
+        return NULL;
+    }
+    kept->data = fresh, kept->destroy = matmul_kept_free;
+    return fresh;
 }
 
 // 0, or -1 after a call of cuBLASLt that failed: the message says which.
@@ -139,13 +198,13 @@ static inline int matmul_plan(MatmulEntry *entry, Stream *stream) {
 
 // The prepared product for a shape, made at first use; NULL with a message if cuBLASLt refuses. Where a shape's eight
 // places are taken, the last one is given up.
-static inline MatmulEntry *matmul_entry(const MatmulShape *shape, Stream *stream) {
+static inline MatmulEntry *matmul_entry(const MatmulShape *shape, MatmulKept *kept, Stream *stream) {
     uint64_t hash = 1469598103934665603ull; // FNV-1a over the fields
     const unsigned char *bytes = (const unsigned char *)shape;
     for (size_t i = 0; i < sizeof *shape; i++) hash = (hash ^ bytes[i]) * 1099511628211ull;
     MatmulEntry *entry = NULL;
     for (int probe = 0; probe < MATMUL_PROBES; probe++) {
-        entry = &stream->matmul[(hash + (uint64_t)probe) % MATMUL_SLOTS];
+        entry = &kept->entries[(hash + (uint64_t)probe) % MATMUL_SLOTS];
         if (entry->product == NULL) break;
         if (memcmp(&entry->shape, shape, sizeof *shape) == 0) return entry;
     }
@@ -158,11 +217,12 @@ static inline MatmulEntry *matmul_entry(const MatmulShape *shape, Stream *stream
 
 static inline int matmul_try(void *out, const void *a, const void *b, const MatmulShape *shape, float alpha, float beta,
                              Stream *stream) {
-    MatmulEntry *entry = matmul_entry(shape, stream);
-    void *workspace = scratch_get(&stream->scratch[SCRATCH_BLAS], MATMUL_WORKSPACE);
-    if (entry == NULL || workspace == NULL) return -1;
+    MatmulKept *kept = matmul_kept(stream);
+    MatmulEntry *entry = kept != NULL ? matmul_entry(shape, kept, stream) : NULL;
+    if (entry == NULL) return -1;
     MATMUL_TRY(cublasLtMatmul(stream->blas, entry->product, &alpha, b, entry->b, a, entry->a, &beta, out, entry->out,
-                              out, entry->out, &entry->algorithm, workspace, entry->workspace_bytes, stream->cuda));
+                              out, entry->out, &entry->algorithm, kept->workspace, entry->workspace_bytes,
+                              stream->cuda));
     return 0;
 }
 

@@ -107,29 +107,34 @@ static inline int nccl_mark(Nccl *nccl) {
     return 0;
 }
 
-// values[i] (n) on device i := the sum over all devices, begun when streams[i] have come to this point; returns at
-// once. Returns 0, or -1: a stream has failed, or NCCL refuses.
-static inline int nccl_sum(Nccl *nccl, float *const *values, int64_t n, Stream *const *streams) {
+// One collective in place, all devices in a group. The group is closed whatever happens in it.
+static inline int nccl_begin(Nccl *nccl, float *const *values, int64_t n, Stream *const *streams, int sum) {
     for (int i = 0; i < nccl->n_devices; i++)
         if (stream_check(streams[i])) return -1;
     if (nccl_follow(nccl, streams)) return -1;
     NCCL_TRY(ncclGroupStart());
-    for (int i = 0; i < nccl->n_devices; i++)
-        NCCL_TRY(ncclAllReduce(values[i], values[i], (size_t)n, ncclFloat32, ncclSum, nccl->comm[i], nccl->cuda[i]));
-    NCCL_TRY(ncclGroupEnd());
-    return nccl_mark(nccl);
+    int result = 0;
+    for (int i = 0; i < nccl->n_devices && result == 0; i++) {
+        ncclComm_t comm = nccl->comm[i];
+        ncclResult_t begun =
+            sum ? ncclAllReduce(values[i], values[i], (size_t)n, ncclFloat32, ncclSum, comm, nccl->cuda[i])
+                : ncclBroadcast(values[i], values[i], (size_t)n, ncclFloat32, 0, comm, nccl->cuda[i]);
+        result = nccl_status(begun, sum ? "ncclAllReduce" : "ncclBroadcast", __LINE__);
+    }
+    ncclResult_t ended = ncclGroupEnd();
+    if (result == 0) result = nccl_status(ended, "ncclGroupEnd", __LINE__);
+    return result == 0 ? nccl_mark(nccl) : -1;
+}
+
+// values[i] (n) on device i := the sum over all devices, begun when streams[i] have come to this point; returns at
+// once. Returns 0, or -1: a stream has failed, or NCCL refuses.
+static inline int nccl_sum(Nccl *nccl, float *const *values, int64_t n, Stream *const *streams) {
+    return nccl_begin(nccl, values, n, streams, 1);
 }
 
 // values[i] (n) on device i := device 0's; otherwise as nccl_sum.
 static inline int nccl_share(Nccl *nccl, float *const *values, int64_t n, Stream *const *streams) {
-    for (int i = 0; i < nccl->n_devices; i++)
-        if (stream_check(streams[i])) return -1;
-    if (nccl_follow(nccl, streams)) return -1;
-    NCCL_TRY(ncclGroupStart());
-    for (int i = 0; i < nccl->n_devices; i++)
-        NCCL_TRY(ncclBroadcast(values[i], values[i], (size_t)n, ncclFloat32, 0, nccl->comm[i], nccl->cuda[i]));
-    NCCL_TRY(ncclGroupEnd());
-    return nccl_mark(nccl);
+    return nccl_begin(nccl, values, n, streams, 0);
 }
 
 // What comes on streams[i] from here on waits for all that was begun before. Returns 0 or -1.
