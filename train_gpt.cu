@@ -29,37 +29,58 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "llmc/adamw.h"
-#include "llmc/attention.h"
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
-#include "llmc/codec.h"
 #include "llmc/config.h"
-#include "llmc/cross_entropy.h"
 #include "llmc/dataset.h"
-#include "llmc/device.h"
-#include "llmc/embedding.h"
 #include "llmc/error.h"
 #include "llmc/estimate.h"
 #include "llmc/file.h"
-#include "llmc/linalg.h"
 #include "llmc/link.h"
-#include "llmc/mask.h"
-#include "llmc/matmul.h"
 #include "llmc/model_file.h"
-#include "llmc/outer.h"
 #include "llmc/partition.h"
-#include "llmc/powersgd.h"
 #include "llmc/rand.h"
-#include "llmc/rmsnorm.h"
-#include "llmc/rope.h"
 #include "llmc/safetensors.h"
 #include "llmc/schedule.h"
+#include "llmc/tokenizer.h"
+
+// Ops come in pairs of one name: those of the CPU, and of a CUDA device (make DEVICE=cuda).
+#ifdef DEVICE_CUDA
+#include "llmc/adamw.cuh"
+#include "llmc/attention.cuh"
+#include "llmc/codec.cuh"
+#include "llmc/cross_entropy.cuh"
+#include "llmc/device.cuh"
+#include "llmc/embedding.cuh"
+#include "llmc/linalg.cuh"
+#include "llmc/mask.cuh"
+#include "llmc/matmul.cuh"
+#include "llmc/outer.cuh"
+#include "llmc/powersgd.cuh"
+#include "llmc/rmsnorm.cuh"
+#include "llmc/rope.cuh"
+#include "llmc/spectral.cuh"
+#include "llmc/swiglu.cuh"
+#include "llmc/vector.cuh"
+#else
+#include "llmc/adamw.h"
+#include "llmc/attention.h"
+#include "llmc/codec.h"
+#include "llmc/cross_entropy.h"
+#include "llmc/device.h"
+#include "llmc/embedding.h"
+#include "llmc/linalg.h"
+#include "llmc/mask.h"
+#include "llmc/matmul.h"
+#include "llmc/outer.h"
+#include "llmc/powersgd.h"
+#include "llmc/rmsnorm.h"
+#include "llmc/rope.h"
 #include "llmc/spectral.h"
 #include "llmc/swiglu.h"
-#include "llmc/tokenizer.h"
 #include "llmc/vector.h"
+#endif
 
 #define MESHTUNE_VERSION "0.1.0"
 
@@ -490,14 +511,14 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     AttentionShape shape = {stage->max_B,     (int)T, (int)T, config->heads, config->kv_heads,
                             config->head_dim, 0,      0,      NULL};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
-    int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
+    int64_t weight = larger(2 * F * C, stage->QKV * C);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
+    int64_t operands = N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0);
     StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_bytes, attention};
+    bytes.scratch += matmul_bytes(weight, V * C, operands, precision);
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->meets) bytes.outer = floats * 16;
-    if (precision == PRECISION_BF16) bytes.scratch += operands;
-    if (precision == PRECISION_BF16 && stage->training && !stage->unrounded &&
+    if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
         stage_bytes_sum(&bytes) + floats * 2 <= device_memory() / 4 * 3)
         bytes.rounded = floats * 2;
     return bytes;
@@ -3307,7 +3328,9 @@ static int decide(Trainer *trainer) {
     trainer->threads = opts->threads > 0 ? opts->threads : omp_get_num_procs();
     if (trainer->threads > omp_get_thread_limit()) trainer->threads = omp_get_thread_limit();
     if (opts->precision == PRECISION_OPTION_BF16 && !device_has_bf16())
-        return error_set("--precision bf16: this CPU does not multiply bf16; use fp32");
+        return error_set("--precision bf16: this device or build does not multiply bf16; use fp32");
+    if (opts->precision == PRECISION_OPTION_FP32 && !device_has_fp32())
+        return error_set("--precision fp32: this build computes in bf16; build with make PRECISION=FP32");
     trainer->precision =
         opts->precision == PRECISION_OPTION_FP32 || !device_has_bf16() ? PRECISION_FP32 : PRECISION_BF16;
     return 0;

@@ -13,6 +13,8 @@
 #include <cuda_bf16.h>    // __nv_bfloat16
 #include <cuda_runtime.h> // streams, memory, launches
 #include <stdint.h>       // fixed-width integers
+#include <omp.h>          // the host's own loops
+#include <stdio.h>        // snprintf
 #include <stdlib.h>       // calloc, free
 #include <string.h>       // strcmp
 #if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cublasLt.h")
@@ -37,7 +39,8 @@ typedef __nv_bfloat16 floatX;
 
 typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
 
-#define DEVICE_ALIGN 256
+#define DEVICE_ALIGN       256
+#define DEVICE_KEEPS_BF16 1 // all products take bf16 weights
 
 // Under ASan, which watches the emulator's device memory, the gaps between the pieces of an arena are forbidden ground.
 #if defined(CUDA_EMULATOR) && defined(__SANITIZE_ADDRESS__)
@@ -195,11 +198,24 @@ static inline void device_copy(void *to, const void *from, size_t n_bytes, Strea
     if (!device_owns(to) || !device_owns(from)) stream_cuda(stream, cudaStreamSynchronize(stream->cuda));
 }
 
-// 1 if the current device multiplies bf16 natively.
+// Which inputs the products of this build take: those of floatX.
 static inline int device_has_bf16(void) {
-    int device, major = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return 0;
-    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
+    return sizeof(floatX) == 2;
+}
+
+static inline int device_has_fp32(void) {
+    return sizeof(floatX) == 4;
+}
+
+// Bytes of memory the current device has; 0 where there is none.
+static inline int64_t device_memory(void) {
+    size_t free_bytes, bytes;
+    return cudaMemGetInfo(&free_bytes, &bytes) == cudaSuccess ? (int64_t)bytes : 0;
+}
+
+// The library of matrix products, in words.
+static inline void device_library(char *text, size_t size) {
+    snprintf(text, size, "cuBLASLt %zu", cublasLtGetVersion());
 }
 
 static inline void stream_destroy(Stream *stream) {

@@ -23,7 +23,8 @@ typedef float floatX; // storage type of activations on this backend
 
 typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
 
-#define DEVICE_ALIGN 64
+#define DEVICE_ALIGN       64
+#define DEVICE_KEEPS_BF16 0 // 1: products outside training want the weights' bf16 copies too
 
 // Under ASan the gaps between the pieces of an arena are forbidden ground.
 #if defined(__SANITIZE_ADDRESS__)
@@ -141,6 +142,11 @@ static inline int device_has_bf16(void) {
 #else
     return 0;
 #endif
+}
+
+// 1 if products may have fp32 inputs: a question for builds whose activations are bf16.
+static inline int device_has_fp32(void) {
+    return 1;
 }
 
 // Empties a slot; destroying NULL is allowed.

@@ -48,7 +48,7 @@ template <int WIDTH, typename T> __device__ inline Values<WIDTH> values_load(con
         for (int i = 0; i < WIDTH; i += PACK) {
             Pack<T> pack = pack_load(from + i);
 #pragma unroll
-            for (int j = 0; j < PACK; j++) values.v[i + j] = value_get(&pack.v[j]);
+            for (int j = 0; j < PACK; j++) values.v[i + j] = value_get(&pack[j]);
         }
     }
     return values;
@@ -64,7 +64,7 @@ template <int WIDTH, typename T> __device__ inline void values_store(T *to, cons
         for (int i = 0; i < WIDTH; i += PACK) {
             Pack<T> pack;
 #pragma unroll
-            for (int j = 0; j < PACK; j++) value_put(&pack.v[j], values.v[i + j]);
+            for (int j = 0; j < PACK; j++) value_put(&pack[j], values.v[i + j]);
             pack_store(to + i, pack);
         }
     }

@@ -47,7 +47,7 @@
 
 #include "config.h"
 #include "error.h"
-#include "mask.h" // mask_kept
+#include "mask_set.h" // mask_kept
 #include "partition.h"
 #include "schedule.h" // schedule_in_flight
 

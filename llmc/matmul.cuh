@@ -57,6 +57,12 @@ static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int
     LAUNCH(bf16_round_kernel, blocks, 256, 0, stream, to, from, rows, cols, ld, packed);
 }
 
+// Bytes of scratch that products keep. The elements of weights and activations do not matter here.
+static inline int64_t matmul_bytes(int64_t weight, int64_t head, int64_t rows, Precision precision) {
+    (void)weight, (void)head, (void)rows, (void)precision;
+    return (int64_t)MATMUL_WORKSPACE;
+}
+
 typedef struct {
     int64_t rows, cols, inner, lda, ldb, ldo;
     int64_t align_a, align_b, align_out;  // bytes all pointers of this entry are multiples of

@@ -23,6 +23,13 @@
 #define MATMUL_SLICE ((int64_t)4 << 20)
 #endif
 
+// Bytes of scratch that products keep in bf16: copies of a weight and of activations. `weight` elements of the largest
+// weight, head's of one that may be cut into slices, `rows` of inputs and gradients.
+static inline int64_t matmul_bytes(int64_t weight, int64_t head, int64_t rows, Precision precision) {
+    if (head > MATMUL_SLICE) head = MATMUL_SLICE;
+    return precision == PRECISION_BF16 ? 2 * ((weight > head ? weight : head) + rows) : 0;
+}
+
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
 static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)

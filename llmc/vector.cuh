@@ -1,5 +1,6 @@
 // Vectors of fp32 values: gradients, parameters and what replicas average. CUDA.
 //   scale      x *= factor                                   in place
+//   subtract   x -= y                                        in place
 //   mean       to = (values[0] + values[1] + ...) / count    overwritten, added in the order of the pointers
 //   round      x = bf16(x), nearest even                     in place, stays fp32
 //   momentum   m = beta*m + (1-beta)*x                       in place
@@ -28,6 +29,22 @@ struct VectorScaleOp {
 
 // Moves 8n bytes.
 __global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_scale_kernel(VectorScaleOp op, Elements range) {
+    elements_do<4>(op, range);
+}
+
+struct VectorSubtractOp {
+    float *x;
+    const float *y;
+    template <int WIDTH> __device__ void at(int64_t i) const {
+        Values<WIDTH> x4 = values_load<WIDTH>(x + i), y4 = values_load<WIDTH>(y + i);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) x4.v[j] -= y4.v[j];
+        values_store(x + i, x4);
+    }
+};
+
+// Moves 12n bytes.
+__global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_subtract_kernel(VectorSubtractOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -133,6 +150,13 @@ static inline void vector_scale(float *x, int64_t n, float factor, Stream *strea
     VectorScaleOp op = {x, factor};
     Elements range = elements_of(n, 4, aligned_16(x));
     LAUNCH(vector_scale_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
+}
+
+// x, y (n)
+static inline void vector_subtract(float *x, const float *y, int64_t n, Stream *stream) {
+    VectorSubtractOp op = {x, y};
+    Elements range = elements_of(n, 4, aligned_16(x, y));
+    LAUNCH(vector_subtract_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
 }
 
 // to (n) =, n_values vectors values[.] (n): an array on the host of vectors on the device, at most 256; more fail the

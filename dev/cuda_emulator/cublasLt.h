@@ -93,6 +93,11 @@ static inline cublasStatus_t emu_blas_refuse(cublasStatus_t status, const char *
     return status;
 }
 
+// A version as the library counts them.
+static inline size_t cublasLtGetVersion(void) {
+    return 0;
+}
+
 static inline const char *cublasLtGetStatusString(cublasStatus_t status) {
     return status == CUBLAS_STATUS_SUCCESS ? "success" : emu_blas_message;
 }
