@@ -11,6 +11,7 @@
 
 #include "device.cuh"   // floatX, Stream, LAUNCH
 #include "elements.cuh" // values_load, values_store, exp_fast
+#include "packed.cuh"   // to_float
 #include "warp.cuh"     // warp_sum, warp_max
 
 #define CROSS_ENTROPY_BLOCK 1024
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(CROSS_ENTROPY_BLOCK)
             values_store(packs + (size_t)i * FLOATX_WIDTH, Values<FLOATX_WIDTH>{});
         return;
     }
-    float at_target = value_get(row.at + target); // before the barrier, after which rows are overwritten
+    float at_target = to_float(row.at[target]); // before the barrier, after which rows are overwritten
     SoftmaxSum own = {-FLT_MAX, 0.0f};
     if (single >= 0) softmax_add(&own, values_load<1>(row.at + single));
     for (int i = thread; i < row.n_packs; i += CROSS_ENTROPY_BLOCK)
