@@ -18,7 +18,7 @@
 
 // grid N, block 256: a block a row. No shared memory. Moves 6*N*C bytes in bf16 where no token comes twice.
 template <int WIDTH>
-__global__ void __launch_bounds__(EMBEDDING_BLOCK)
+__global__ static void __launch_bounds__(EMBEDDING_BLOCK)
     embedding_forward_kernel(floatX *out, const uint32_t *tokens, const float *weight, int C) {
     const float *row = weight + (size_t)tokens[blockIdx.x] * C;
     floatX *to = out + (size_t)blockIdx.x * C;
@@ -76,7 +76,7 @@ __device__ inline void embedding_add(float *to, const floatX *dout, const int *r
 
 // grid N, block 256; 4.3 KiB of shared memory. Moves 2*N*C bytes in bf16 and 8*C for each token that occurs.
 template <int WIDTH>
-__global__ void __launch_bounds__(EMBEDDING_BLOCK)
+__global__ static void __launch_bounds__(EMBEDDING_BLOCK)
     embedding_backward_kernel(float *dweight, const floatX *dout, const uint32_t *tokens, int N, int C) {
     __shared__ uint32_t found[2][EMBEDDING_WORDS];
     __shared__ int rows[EMBEDDING_TILE];

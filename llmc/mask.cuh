@@ -26,7 +26,7 @@ __device__ inline int mask_token(void) {
 }
 
 // Writes 4*n*K bytes.
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_indices_kernel(uint32_t *index, MaskKey key, int n, int H, int K) {
     int token = mask_token();
     if (token >= n) return;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * MASK_TOKENS)
 // T: floatX, or a message's type. Moves 2*n*K bytes and up to 2*n*H in bf16: memory is read 32 bytes at a time, so from
 // K = H/16 on nearly all of x is.
 template <typename T>
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_gather_kernel(T *values, const floatX *x, MaskKey key, int n, int H, int K) {
     int token = mask_token();
     if (token >= n) return;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * MASK_TOKENS)
 // A row is zeroed, then its values are put in: both meet in the cache, and memory sees the row once. packed: rows begin
 // at multiples of 16 bytes. Moves 2*n*K + 2*n*H bytes in bf16.
 template <typename T>
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_scatter_kernel(floatX *x, const T *values, MaskKey key, int n, int H, int K, float scale, int packed) {
     int token = mask_token(), lane = (int)threadIdx.x;
     if (token >= n) return;

@@ -1,5 +1,7 @@
 // AdamW: n around packs and blocks, any address, three steps; the change of param, m and v are compared.
 // Must fail for: the bias left uncorrected, decay left out, grad_scale left out of v, the tail left out.
+#include "../../llmc/adamw_config.h"
+
 namespace cpu {
 #include "../../llmc/adamw.h"
 }

@@ -11,7 +11,7 @@ namespace cpu {
 #include "../../llmc/mask.cuh"
 
 // dims (12) = the first values of the set of one token.
-__global__ void mask_golden_kernel(int *dims, MaskKey key, int token, int H) {
+__global__ static void mask_golden_kernel(int *dims, MaskKey key, int token, int H) {
     MaskSet set = mask_set(key, token, H);
     if (threadIdx.x < 12) dims[threadIdx.x] = mask_index(&set, (int)threadIdx.x);
 }
