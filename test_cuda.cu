@@ -11,12 +11,32 @@
 // The tests
 
 #include "dev/cuda_tests/emulator.h"
+#include "dev/cuda_tests/adamw.h"
+#include "dev/cuda_tests/codec.h"
+#include "dev/cuda_tests/cross_entropy.h"
+#include "dev/cuda_tests/embedding.h"
+#include "dev/cuda_tests/mask.h"
+#include "dev/cuda_tests/outer.h"
+#include "dev/cuda_tests/rmsnorm.h"
+#include "dev/cuda_tests/rope.h"
+#include "dev/cuda_tests/swiglu.h"
+#include "dev/cuda_tests/vector.h"
 
 static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
     {"emulator", test_cuda_emulator},
+    {"adamw", test_cuda_adamw},
+    {"codec", test_cuda_codec},
+    {"cross_entropy", test_cuda_cross_entropy},
+    {"embedding", test_cuda_embedding},
+    {"mask", test_cuda_mask},
+    {"outer", test_cuda_outer},
+    {"rmsnorm", test_cuda_rmsnorm},
+    {"rope", test_cuda_rope},
+    {"swiglu", test_cuda_swiglu},
+    {"vector", test_cuda_vector},
 };
 
 #ifdef CUDA_EMULATOR

@@ -8,6 +8,7 @@
 #include "llmc/linalg.h"
 #include "llmc/powersgd.h"
 #include "llmc/spectral.h"
+#include "dev/mask_golden.h"
 
 #include <sched.h>        // sched_yield
 #include <sys/resource.h> // setrlimit
@@ -3825,23 +3826,6 @@ static void mask_uniformity(double *dims_z, double *pairs_z, MaskKey key, int H,
     free(pairs);
     free(chosen);
 }
-
-// Index sets that every build must find: the first 12 of the set. They are part of every run's bits.
-static const struct {
-    MaskKey key;
-    int token, H;
-    int first[12];
-} mask_golden[] = {
-    {{1337, 0, 0, 0, 0}, 0, 192, {169, 19, 94, 145, 130, 129, 72, 64, 191, 14, 171, 181}},
-    {{1337, 0, 0, 1000, 0}, 0, 768, {314, 452, 129, 642, 317, 589, 431, 554, 371, 398, 397, 654}},
-    {{1337, 0, 1, 7, 2}, 4095, 768, {677, 161, 290, 165, 81, 608, 554, 48, 87, 101, 21, 448}},
-    {{0x9E3779B97F4A7C15ull, 4095, 4095, (1ll << 36) - 1, 4095},
-     (1 << 24) - 1,
-     2048,
-     {1379, 172, 1365, 1088, 1050, 1131, 1194, 1550, 939, 1313, 212, 512}},
-    {{42, 3, 2, 5000000000ll, 1}, 17, 2048, {930, 1335, 731, 1633, 262, 1517, 1694, 1529, 196, 490, 160, 1249}},
-    {{42, 0, 0, 1, 0}, 5, 65536, {35577, 29657, 8147, 55660, 19459, 23401, 34760, 58252, 31927, 20597, 54766, 13669}},
-};
 
 // Sets are permutations, uniform, fixed for good, and change with every field of the key.
 // Must fail for: MASK_ROUNDS 3 (at H 256), MASK_MIN_BITS 2, a field or its top bit left out of the counter.

@@ -26,7 +26,8 @@ template <typename To, typename From> struct CodecConvertOp {
 // to[i] = from[i] in another type. A thread for 8 values (elements.cuh), blocks of 256; any n and addresses, no shared
 // memory. Moves 6n bytes.
 template <typename To, typename From>
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) codec_convert_kernel(CodecConvertOp<To, From> op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK)
+    codec_convert_kernel(CodecConvertOp<To, From> op, Elements range) {
     elements_do<8>(op, range);
 }
 

@@ -11,6 +11,7 @@
 
 #include "device.cuh"   // floatX, Stream, LAUNCH
 #include "elements.cuh" // values_load, values_store, exp_fast
+#include "packed.cuh"   // to_float
 #include "warp.cuh"     // warp_sum, warp_max
 
 #define CROSS_ENTROPY_BLOCK 1024
@@ -79,7 +80,7 @@ __device__ inline void logits_gradient(floatX *at, int v, int target, SoftmaxSum
 // Moves 2*V bytes a row in bf16 for the loss, 6*V with the gradient; the second reading runs from the row's end to its
 // start, so that what the first has read last is met in the cache: 4*V from memory at best, 220 us at 4.8 TB/s for N
 // 2048, V 128256.
-__global__ void __launch_bounds__(CROSS_ENTROPY_BLOCK)
+__global__ static void __launch_bounds__(CROSS_ENTROPY_BLOCK)
     cross_entropy_kernel(float *loss, floatX *logits, const int32_t *targets, int V, float scale, int backward) {
     __shared__ float maxima[32], sums[32];
     LogitsRow row = logits_row(logits, V);
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(CROSS_ENTROPY_BLOCK)
             values_store(packs + (size_t)i * FLOATX_WIDTH, Values<FLOATX_WIDTH>{});
         return;
     }
-    float at_target = value_get(row.at + target); // before the barrier, after which rows are overwritten
+    float at_target = to_float(row.at[target]); // before the barrier, after which rows are overwritten
     SoftmaxSum own = {-FLT_MAX, 0.0f};
     if (single >= 0) softmax_add(&own, values_load<1>(row.at + single));
     for (int i = thread; i < row.n_packs; i += CROSS_ENTROPY_BLOCK)

@@ -2,7 +2,7 @@
 //
 //   struct ScaleOp { float *x, factor;
 //                    template <int WIDTH> __device__ void at(int64_t i) const { ... values_load<WIDTH>(x + i) ... } };
-//   __global__ void scale_kernel(ScaleOp op, Elements range) { elements_do<4>(op, range); }
+//   scale_kernel(ScaleOp op, Elements range) { elements_do<4>(op, range); }
 //   Elements range = elements_of(n, 4, aligned_16(x));
 //   LAUNCH(scale_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
 // Vectors whose addresses are no multiples of 16 are read value by value, and so is what is left after the last pack.
@@ -13,18 +13,10 @@
 #include <stdint.h>    // fixed-width integers
 
 #include "device.cuh" // floatX
-#include "packed.cuh" // Pack, pack_load, pack_store
+#include "packed.cuh" // Pack, pack_load, pack_store, to_float
 
 #define FLOATX_WIDTH   ((int)(16 / sizeof(floatX))) // values of a 16-byte access
 #define ELEMENTS_BLOCK 256
-
-__device__ inline float value_get(const float *from) {
-    return *from;
-}
-
-__device__ inline float value_get(const __nv_bfloat16 *from) {
-    return __bfloat162float(*from);
-}
 
 __device__ inline void value_put(float *to, float value) {
     *to = value;
@@ -40,7 +32,7 @@ template <int WIDTH> struct Values { float v[WIDTH]; };
 template <int WIDTH, typename T> __device__ inline Values<WIDTH> values_load(const T *from) {
     Values<WIDTH> values;
     if constexpr (WIDTH == 1) {
-        values.v[0] = value_get(from);
+        values.v[0] = to_float(*from);
     } else {
         constexpr int PACK = (int)(16 / sizeof(T));
         static_assert(WIDTH % PACK == 0, "whole packs");
@@ -48,7 +40,7 @@ template <int WIDTH, typename T> __device__ inline Values<WIDTH> values_load(con
         for (int i = 0; i < WIDTH; i += PACK) {
             Pack<T> pack = pack_load(from + i);
 #pragma unroll
-            for (int j = 0; j < PACK; j++) values.v[i + j] = value_get(&pack[j]);
+            for (int j = 0; j < PACK; j++) values.v[i + j] = to_float(pack[j]);
         }
     }
     return values;

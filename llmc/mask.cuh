@@ -5,7 +5,7 @@
 // The masked function is scatter(gather(x)); its gradient is the same two ops, so the backward message has the same K
 // positions as the forward one. The sets are the CPU's bit for bit: both compile mask_set.h.
 //
-// Kernels: grid ceil(n/4), block (32, 4): a warp a token, a lane every 32nd of its values. A lane walks about twice 6
+// Kernels: grid n/4 + 1, block (32, 4): a warp a token, a lane every 32nd of its values. A lane walks about twice 6
 // multiply-adds of 16 bits for an index, 0.1 ns of the card each: less than its memory takes. No shared memory.
 #ifndef LLMC_MASK_CUH
 #define LLMC_MASK_CUH
@@ -14,8 +14,9 @@
 #include <stdint.h> // fixed-width integers
 
 #include "device.cuh"   // floatX, Stream, LAUNCH
-#include "elements.cuh" // value_get, value_put, values_store, aligned_16
+#include "elements.cuh" // value_put, values_store, aligned_16
 #include "mask_set.h"   // MaskKey, mask_check, mask_set, mask_index
+#include "packed.cuh"   // to_float
 
 #define MASK_TOKENS 4 // of a block
 
@@ -25,7 +26,7 @@ __device__ inline int mask_token(void) {
 }
 
 // Writes 4*n*K bytes.
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_indices_kernel(uint32_t *index, MaskKey key, int n, int H, int K) {
     int token = mask_token();
     if (token >= n) return;
@@ -36,19 +37,19 @@ __global__ void __launch_bounds__(32 * MASK_TOKENS)
 // T: floatX, or a message's type. Moves 2*n*K bytes and up to 2*n*H in bf16: memory is read 32 bytes at a time, so from
 // K = H/16 on nearly all of x is.
 template <typename T>
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_gather_kernel(T *values, const floatX *x, MaskKey key, int n, int H, int K) {
     int token = mask_token();
     if (token >= n) return;
     MaskSet set = mask_set(key, token, H);
     for (int i = (int)threadIdx.x; i < K; i += 32)
-        value_put(values + (size_t)token * K + i, value_get(x + (size_t)token * H + mask_index(&set, i)));
+        value_put(values + (size_t)token * K + i, to_float(x[(size_t)token * H + mask_index(&set, i)]));
 }
 
 // A row is zeroed, then its values are put in: both meet in the cache, and memory sees the row once. packed: rows begin
 // at multiples of 16 bytes. Moves 2*n*K + 2*n*H bytes in bf16.
 template <typename T>
-__global__ void __launch_bounds__(32 * MASK_TOKENS)
+__global__ static void __launch_bounds__(32 * MASK_TOKENS)
     mask_scatter_kernel(floatX *x, const T *values, MaskKey key, int n, int H, int K, float scale, int packed) {
     int token = mask_token(), lane = (int)threadIdx.x;
     if (token >= n) return;
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(32 * MASK_TOKENS)
     MaskSet set = mask_set(key, token, H);
     __syncwarp(); // the zeros of all lanes come first
     for (int i = lane; i < K; i += 32)
-        value_put(to + mask_index(&set, i), scale * value_get(values + (size_t)token * K + i));
+        value_put(to + mask_index(&set, i), scale * to_float(values[(size_t)token * K + i]));
 }
 
 // What mask_check refuses fails the stream.
@@ -69,8 +70,9 @@ static inline int mask_refuses(MaskKey key, int n, int H, Stream *stream) {
     return stream->failed;
 }
 
+// Blocks for n tokens; one at least, since no grid may be empty.
 static inline unsigned mask_grid(int n) {
-    return (unsigned)((n + MASK_TOKENS - 1) / MASK_TOKENS);
+    return (unsigned)(n / MASK_TOKENS + 1);
 }
 
 // index (n, K) =: perm(0..K-1) of tokens 0..n-1

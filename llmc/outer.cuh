@@ -26,7 +26,7 @@ struct OuterDeltaOp {
 };
 
 // Moves 16n bytes.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) outer_delta_kernel(OuterDeltaOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) outer_delta_kernel(OuterDeltaOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -50,7 +50,7 @@ struct OuterStepOp {
 };
 
 // Moves 28n bytes.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) outer_step_kernel(OuterStepOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) outer_step_kernel(OuterStepOp op, Elements range) {
     elements_do<4>(op, range);
 }
 

@@ -21,7 +21,7 @@
 // Moves 4*N*C + 4*N + 4*C bytes in bf16: 14 us at 4.8 TB/s for N 8192, C 2048; longer rows are read again from the
 // cache.
 template <int WIDTH>
-__global__ void __launch_bounds__(32 * RMSNORM_ROWS)
+__global__ static void __launch_bounds__(32 * RMSNORM_ROWS)
     rmsnorm_forward_kernel(floatX *out, float *rstd, const floatX *x, const float *weight, int N, int C, float eps) {
     int n = (int)blockIdx.x * RMSNORM_ROWS + (int)threadIdx.y, first = (int)threadIdx.x * WIDTH;
     if (n >= N) return; // the whole warp
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(32 * RMSNORM_ROWS)
 // grid min(N, 512), block: a thread for a pack of columns, up to 512. Shared memory: C floats up to C = 8192.
 // Moves 8*N*C bytes in bf16, 8*C more for each block: 28 us at 4.8 TB/s for N 8192, C 2048.
 template <int WIDTH>
-__global__ void __launch_bounds__(RMSNORM_MAX_BLOCK)
+__global__ static void __launch_bounds__(RMSNORM_MAX_BLOCK)
     rmsnorm_backward_kernel(floatX *dx, float *partial, const floatX *dout, const floatX *x, const float *weight,
                             const float *rstd, int N, int C) {
     DYNAMIC_SHARED(float, columns);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(RMSNORM_MAX_BLOCK)
 
 // dweight[c] += partial[0,c] + ... + partial[blocks-1,c]: 32 interleaved sums, then those in order.
 // grid ceil(C/32), block (32, 32). Moves 4*blocks*C bytes, which the cache still holds.
-__global__ void __launch_bounds__(1024)
+__global__ static void __launch_bounds__(1024)
     rmsnorm_dweight_kernel(float *dweight, const float *partial, int blocks, int C) {
     __shared__ float sums[32][32];
     int c = (int)blockIdx.x * 32 + (int)threadIdx.x;

@@ -15,7 +15,7 @@
 #define ROPE_BLOCK 256
 
 // grid ceil(T*half/256), block 256: a thread a value of both tables. Writes 8*T*half bytes.
-__global__ void __launch_bounds__(ROPE_BLOCK)
+__global__ static void __launch_bounds__(ROPE_BLOCK)
     rope_tables_kernel(float *cos_table, float *sin_table, const float *inv_freq, int64_t n, int half) {
     int64_t i = (int64_t)blockIdx.x * ROPE_BLOCK + threadIdx.x;
     if (i >= n) return;
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(ROPE_BLOCK)
 }
 
 // grid ceil(N/256), block 256. Writes 4*N bytes.
-__global__ void __launch_bounds__(ROPE_BLOCK) rope_positions_kernel(int32_t *positions, int N, int T, int first) {
+__global__ static void __launch_bounds__(ROPE_BLOCK)
+    rope_positions_kernel(int32_t *positions, int N, int T, int first) {
     int n = (int)blockIdx.x * ROPE_BLOCK + (int)threadIdx.x;
     if (n < N) positions[n] = first + n % T;
 }
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(ROPE_BLOCK) rope_positions_kernel(int32_t *pos
 // needs HD/2, row_stride and the addresses to allow 16-byte accesses. No shared memory.
 // Moves 4*N*heads*HD bytes in bf16; the tables' rows stay in the cache.
 template <int WIDTH>
-__global__ void __launch_bounds__(ROPE_BLOCK)
+__global__ static void __launch_bounds__(ROPE_BLOCK)
     rope_rotate_kernel(floatX *x, const float *cos_table, const float *sin_table, const int32_t *positions, int heads,
                        int half, int row_stride, float sign) {
     const float *cos_row = cos_table + (size_t)positions[blockIdx.x] * half;

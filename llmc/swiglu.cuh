@@ -18,7 +18,8 @@ __device__ inline float swiglu_sigmoid(float z) {
 // grid N, block 256: a block a row. WIDTH > 1 needs F and the addresses to allow 16-byte accesses. No shared memory.
 // Moves 6*N*F bytes in bf16: 84 us at 4.8 TB/s for N 8192, F 8192.
 template <int WIDTH>
-__global__ void __launch_bounds__(SWIGLU_BLOCK) swiglu_forward_kernel(floatX *out, const floatX *gate_up, int F) {
+__global__ static void __launch_bounds__(SWIGLU_BLOCK)
+    swiglu_forward_kernel(floatX *out, const floatX *gate_up, int F) {
     const floatX *gate = gate_up + (size_t)blockIdx.x * 2 * F, *up = gate + F;
     floatX *to = out + (size_t)blockIdx.x * F;
     for (int f = (int)threadIdx.x * WIDTH; f < F; f += SWIGLU_BLOCK * WIDTH) {
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(SWIGLU_BLOCK) swiglu_forward_kernel(floatX *ou
 
 // As above; dgate_up may be gate_up: a thread writes what it alone has read. Moves 10*N*F bytes in bf16.
 template <int WIDTH>
-__global__ void __launch_bounds__(SWIGLU_BLOCK)
+__global__ static void __launch_bounds__(SWIGLU_BLOCK)
     swiglu_backward_kernel(floatX *dgate_up, const floatX *dout, const floatX *gate_up, int F) {
     const floatX *gate = gate_up + (size_t)blockIdx.x * 2 * F, *up = gate + F, *grad = dout + (size_t)blockIdx.x * F;
     floatX *dgate = dgate_up + (size_t)blockIdx.x * 2 * F, *dup = dgate + F;

@@ -28,7 +28,7 @@ struct VectorScaleOp {
 };
 
 // Moves 8n bytes.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_scale_kernel(VectorScaleOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_scale_kernel(VectorScaleOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -68,7 +68,7 @@ struct VectorMeanOp {
 };
 
 // Moves 4n (n_values + 1) bytes. A value is written after all that go into it are read: to may be one of the vectors.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_mean_kernel(VectorMeanOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_mean_kernel(VectorMeanOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -83,7 +83,7 @@ struct VectorRoundOp {
 };
 
 // Moves 8n bytes.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_round_kernel(VectorRoundOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_round_kernel(VectorRoundOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -100,7 +100,7 @@ struct VectorMomentumOp {
 };
 
 // Moves 12n bytes.
-__global__ void __launch_bounds__(ELEMENTS_BLOCK) vector_momentum_kernel(VectorMomentumOp op, Elements range) {
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_momentum_kernel(VectorMomentumOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -118,7 +118,7 @@ __device__ inline void dot_reduce(double *sums, double sum) {
 
 // partial[block] = sum of a[i]*b[i] over the block's quads of values. A quad goes to the same thread whether it is
 // loaded at once or value by value. Moves 8n bytes, 4n for a == b; 2 KiB of shared memory.
-__global__ void __launch_bounds__(DOT_BLOCK)
+__global__ static void __launch_bounds__(DOT_BLOCK)
     vector_dot_kernel(double *partial, const float *a, const float *b, int64_t n, int aligned) {
     __shared__ double sums[DOT_BLOCK];
     double sum = 0.0;
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(DOT_BLOCK)
 }
 
 // total[0] = partial[0] + ... + partial[count-1] in a fixed order. One block.
-__global__ void __launch_bounds__(DOT_BLOCK) vector_total_kernel(double *total, const double *partial, int count) {
+__global__ static void __launch_bounds__(DOT_BLOCK)
+    vector_total_kernel(double *total, const double *partial, int count) {
     __shared__ double sums[DOT_BLOCK];
     double sum = 0.0;
     for (int i = (int)threadIdx.x; i < count; i += DOT_BLOCK) sum += partial[i];
