@@ -5,6 +5,8 @@
 #include <stddef.h> // NULL
 #include <stdint.h> // int32_t
 
+#include "portable.h" // HOST_DEVICE
+
 // q, k, v are views into rows of their own strides, so the same code serves training (one joint qkv row) and generation
 // (keys and values in a cache). Query i of Tq stands at position Tk-Tq+i of its sequence and sees the keys from the
 // start of its document to itself; query head h reads key/value head h / (NH/NKV).
@@ -17,7 +19,7 @@ typedef struct {
 } AttentionShape;
 
 // The starts of sequence b from a position on; NULL without documents.
-static inline const int32_t *attention_starts(const AttentionShape *s, int b, int position) {
+HOST_DEVICE static inline const int32_t *attention_starts(const AttentionShape *s, int b, int position) {
     return s->starts != NULL ? s->starts + (int64_t)b * s->Tk + position : NULL;
 }
 
