@@ -48,7 +48,7 @@ static void nccl_sums(int n) {
     Nccl *nccl = NULL;
     NcclWorker workers[NCCL_TEST_DEVICES];
     Stream *streams[NCCL_TEST_DEVICES];
-    float *params[NCCL_TEST_DEVICES], *expected = host_nan(NCCL_TEST_FLOATS), *first = NULL;
+    float *params[NCCL_TEST_DEVICES] = {NULL}, *expected = host_nan(NCCL_TEST_FLOATS), *first = NULL;
     if (!check(nccl_create(&nccl, n) == 0, "%s", error_message)) return;
     for (int i = 0; i < NCCL_TEST_FLOATS; i++) expected[i] = 0.0f;
     for (int i = 0; i < n; i++) {

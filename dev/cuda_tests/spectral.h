@@ -1,5 +1,6 @@
 // The spectral filter against the CPU's. Must fail for: U and V exchanged, d once instead of twice, alpha on the wrong
 // term, the gradient touched at alpha 1.
+#include "../../llmc/response.h"
 namespace cpu {
 #include "../../llmc/spectral.h"
 }
