@@ -21,13 +21,14 @@
 
 #include "device.cuh" // floatX, Stream, LAUNCH
 #include "dtype.h"    // bf16_of_float
+#include "packed.cuh" // Pack
 
 #define MATMUL_WORKSPACE ((size_t)32 << 20) // what cuBLAS takes for itself on Hopper; older cards need less
 #define MATMUL_PROBES    8
 #ifdef TESTING
-#define MATMUL_SLOTS 16 // a test has more shapes than that
+#define MATMUL_ENTRIES 16 // a test has more shapes than that
 #else
-#define MATMUL_SLOTS 1024
+#define MATMUL_ENTRIES 1024
 #endif
 #ifdef FLOATX_FP32
 #define MATMUL_BF16 0 // operands, and the result where it is floatX
@@ -40,12 +41,10 @@
 __global__ void bf16_round_kernel(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, int packed) {
     int64_t n = rows * cols, start = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (packed && start + 8 <= n) {
-        float4 low = *(const float4 *)(from + start), high = *(const float4 *)(from + start + 4);
-        const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        uint32_t pairs[4];
-        for (int i = 0; i < 4; i++)
-            pairs[i] = bf16_of_float(values[2 * i]) | (uint32_t)bf16_of_float(values[2 * i + 1]) << 16;
-        *(uint4 *)(to + start) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        Pack<float> low = pack_load(from + start), high = pack_load(from + start + 4);
+        Pack<uint16_t> rounded;
+        for (int i = 0; i < 4; i++) rounded[i] = bf16_of_float(low[i]), rounded[i + 4] = bf16_of_float(high[i]);
+        pack_store(to + start, rounded);
         return;
     }
     for (int64_t i = start; i < start + 8 && i < n; i++) to[i] = bf16_of_float(from[i / cols * ld + i % cols]);
@@ -81,7 +80,7 @@ typedef struct {
 // What a stream keeps of its products.
 typedef struct {
     void *workspace; // MATMUL_WORKSPACE bytes of the device
-    MatmulEntry entries[MATMUL_SLOTS];
+    MatmulEntry entries[MATMUL_ENTRIES];
 } MatmulKept;
 
 // Empties a slot.
@@ -95,7 +94,7 @@ static inline void matmul_entry_free(MatmulEntry *entry) {
 
 static inline void matmul_kept_free(void *data) {
     MatmulKept *kept = (MatmulKept *)data;
-    for (int i = 0; i < MATMUL_SLOTS; i++) matmul_entry_free(&kept->entries[i]);
+    for (int i = 0; i < MATMUL_ENTRIES; i++) matmul_entry_free(&kept->entries[i]);
     device_free(kept->workspace);
     free(kept);
 }
@@ -210,7 +209,7 @@ static inline MatmulEntry *matmul_entry(const MatmulShape *shape, MatmulKept *ke
     for (size_t i = 0; i < sizeof *shape; i++) hash = (hash ^ bytes[i]) * 1099511628211ull;
     MatmulEntry *entry = NULL;
     for (int probe = 0; probe < MATMUL_PROBES; probe++) {
-        entry = &kept->entries[(hash + (uint64_t)probe) % MATMUL_SLOTS];
+        entry = &kept->entries[(hash + (uint64_t)probe) % MATMUL_ENTRIES];
         if (entry->product == NULL) break;
         if (memcmp(&entry->shape, shape, sizeof *shape) == 0) return entry;
     }
