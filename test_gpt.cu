@@ -5,9 +5,6 @@
 // How to add a test: write static void test_<what>(void), call check...(), add a line to the table at the end.
 #define TESTING
 #include "train_gpt.cu"
-#include "llmc/linalg.h"
-#include "llmc/powersgd.h"
-#include "llmc/spectral.h"
 #include "dev/mask_golden.h"
 
 #include <sched.h>        // sched_yield
@@ -99,6 +96,28 @@ static Stream *test_stream(Precision precision, int threads) {
     return stream;
 }
 
+// What `memory` (n values of T) holds, on the host: itself where tensors are there, else a copy. The last 16 are valid.
+static const void *seen_bytes(const void *memory, size_t n_bytes, Stream *stream) {
+#ifdef DEVICE_CUDA
+    static void *copies[16];
+    static int next;
+    next = (next + 1) % 16;
+    free(copies[next]);
+    copies[next] = malloc(n_bytes);
+    device_copy(copies[next], memory, n_bytes, stream);
+    check(stream_check(stream) == 0, "%s", error_message);
+    return copies[next];
+#else
+    (void)n_bytes, (void)stream;
+    return memory;
+#endif
+}
+
+static const float *seen(const float *memory, int64_t n, Stream *stream) {
+    return (const float *)seen_bytes(memory, sizeof(float) * (size_t)n, stream);
+}
+
+#ifndef DEVICE_CUDA // test_cuda.cu has these for a device's ops
 // ---------------------------------------------------------------------------------------------------------------------
 // Ops against float64. A backward is checked against central differences of the float64 forward: the gradient of
 // sum(out * dout) with respect to each input.
@@ -868,6 +887,8 @@ static void test_rope(void) {
     stream_destroy(stream);
 }
 
+#endif // ops of the CPU
+
 // Philox's published vectors, and permutations that are permutations.
 static void test_rand(void) {
     static const struct {
@@ -961,15 +982,29 @@ static float *dump_values(const SafeTensors *dump, const char *prefix, const cha
 }
 
 static void check_arena(const Fixture *f, const float *arena, const char *prefix, double tol) {
+    const float *values = seen(arena, f->stage.arena_floats, f->stream);
     for (int i = 0; i < f->stage.n_tensors; i++) {
         const Tensor *tensor = &f->stage.tensors[i];
         int64_t n;
         float *expected = dump_values(&f->dump, prefix, tensor->name, &n);
         if (check(n == tensor->n, "%s%s: %lld values", prefix, tensor->name, (long long)n))
-            check_close(arena + tensor->offset, expected, n, tol, tensor->name);
+            check_close(values + tensor->offset, expected, n, tol, tensor->name);
         free(expected);
     }
 }
+
+// to (n) = activations as floats.
+static void copy_activations(float *to, const floatX *from, int n, Stream *stream) {
+    const floatX *values = (const floatX *)seen_bytes(from, sizeof(floatX) * (size_t)n, stream);
+    for (int i = 0; i < n; i++) to[i] = (float)values[i];
+}
+
+// Tolerances of fp32 products, or of a build whose activations are bf16.
+static double model_tol(double fp32, double bf16) {
+    return device_has_fp32() ? fp32 : bf16;
+}
+
+#define MODEL_PRECISION (device_has_fp32() ? PRECISION_FP32 : PRECISION_BF16)
 
 // Logits, loss, every gradient and the parameters after ten AdamW steps.
 static void test_model_against_pytorch(void) {
@@ -978,32 +1013,36 @@ static void test_model_against_pytorch(void) {
         Fixture f;
         int64_t n;
         double loss;
-        if (fixture_open(&f, names[i], 64, 0, PRECISION_FP32, 2)) return;
+        if (fixture_open(&f, names[i], 64, 0, MODEL_PRECISION, 2)) return;
         int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         float *logits = dump_values(&f.dump, "", "logits", &n);
+        stage_round(&f.stage, f.stream);
         stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
+        floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
+        matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
+                       0, f.stream);
         float *ours = guarded(n);
-        matmul_forward(ours, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V, 0,
-                       f.stream);
-        check_close(ours, logits, n, 2e-6, "logits");
+        copy_activations(ours, product, (int)n, f.stream);
+        check_close(ours, logits, n, model_tol(2e-6, 2e-2), "logits");
+        device_free(product);
         release(ours, n, "logits");
         free(logits);
         float *expected = dump_values(&f.dump, "", "loss", &n);
         check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream) == 0, "%s", error_message);
-        check(fabs(loss - (double)expected[0]) <= 1e-6 * (double)expected[0], "loss %.8f, PyTorch %.8f", loss,
+        check(fabs(loss - (double)expected[0]) <= model_tol(1e-6, 2e-3) * (double)expected[0], "loss %.8f, PyTorch %.8f", loss,
               (double)expected[0]);
         free(expected);
-        check_arena(&f, f.stage.grads, "grad.", 5e-6);
+        check_arena(&f, f.stage.grads, "grad.", model_tol(5e-6, 6e-2));
         expected = dump_values(&f.dump, "", "losses", &n);
         for (int64_t step = 0; step < n; step++) {
             AdamW adam = {0.9f, 0.95f, 1e-8f};
             stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream);
-            check(fabs(loss - (double)expected[step]) <= 1e-4 * (double)expected[step], "loss of step %lld: %.8f, %.8f",
+            check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 5e-3) * (double)expected[step], "loss of step %lld: %.8f, %.8f",
                   (long long)step, loss, (double)expected[step]);
             stage_update(&f.stage, adam, 3e-3f, 0.1f, stage_grad_norm(&f.stage, f.stream), 1.0f, step + 1, f.stream);
         }
         free(expected);
-        check_arena(&f, f.stage.params, "after.", 1e-4);
+        check_arena(&f, f.stage.params, "after.", model_tol(1e-4, 2e-2));
         fixture_close(&f);
     }
 }
@@ -1015,27 +1054,29 @@ static void test_model_variants(void) {
     for (int i = 0; i < 2; i++) {
         Fixture plain, other;
         double loss, other_loss;
-        if (fixture_open(&plain, names[i], 64, 0, PRECISION_FP32, 2)) return;
+        if (fixture_open(&plain, names[i], 64, 0, MODEL_PRECISION, 2)) return;
         int64_t n = plain.stage.arena_floats;
         stage_gradients(&plain.stage, &plain.batch, 64, &loss, NULL, plain.stream);
-        if (fixture_open(&other, names[i], 64, 1, PRECISION_FP32, 2)) return;
+        if (fixture_open(&other, names[i], 64, 1, MODEL_PRECISION, 2)) return;
         stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
-        check(loss == other_loss && memcmp(plain.stage.grads, other.stage.grads, sizeof(float) * (size_t)n) == 0,
+        const float *grads = seen(plain.stage.grads, n, plain.stream);
+        check(loss == other_loss && memcmp(grads, seen(other.stage.grads, n, other.stream), (size_t)n * 4) == 0,
               "--recompute changes the bits");
         check(other.stage.acts_bytes < plain.stage.acts_bytes, "--recompute saves nothing");
         fixture_close(&other);
-        if (fixture_open(&other, names[i], 1, 0, PRECISION_FP32, 2)) return;
+        if (fixture_open(&other, names[i], 1, 0, MODEL_PRECISION, 2)) return;
         for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
             stage_gradients(&other.stage, &other.batch, 1, &other_loss, NULL, other.stream);
-        check(fabs(loss - other_loss) <= 1e-6 * loss, "micro-batches of 1: loss %g, %g", other_loss, loss);
-        check_close(other.stage.grads, plain.stage.grads, n, 2e-6, "micro-batches of 1");
+        check(fabs(loss - other_loss) <= model_tol(1e-6, 1e-3) * loss, "micro-batches of 1: loss %g, %g", other_loss,
+              loss);
+        check_close(seen(other.stage.grads, n, other.stream), grads, n, model_tol(2e-6, 2e-2), "micro-batches of 1");
         fixture_close(&other);
-        if (fixture_open(&other, names[i], 64, 0, PRECISION_FP32, 3)) return;
+        if (fixture_open(&other, names[i], 64, 0, MODEL_PRECISION, 3)) return;
         stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
-        check(loss == other_loss && memcmp(plain.stage.grads, other.stage.grads, sizeof(float) * (size_t)n) == 0,
+        check(loss == other_loss && memcmp(grads, seen(other.stage.grads, n, other.stream), (size_t)n * 4) == 0,
               "3 threads give other bits");
         fixture_close(&other);
-        if (device_has_bf16()) {
+        if (device_has_bf16() && device_has_fp32()) {
             if (fixture_open(&other, names[i], 64, 0, PRECISION_BF16, 2)) return;
             stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
             check(fabs(loss - other_loss) <= 5e-3 * loss, "bf16: loss %g, %g", other_loss, loss);
@@ -1063,7 +1104,7 @@ static float *variant_gradients(const char *name, int micro_batch, int recompute
     stage_gradients(&f.stage, &f.batch, micro_batch, loss, NULL, f.stream);
     *n = f.stage.arena_floats;
     float *copy = (float *)malloc(sizeof(float) * (size_t)*n);
-    memcpy(copy, f.stage.grads, sizeof(float) * (size_t)*n);
+    memcpy(copy, seen(f.stage.grads, *n, f.stream), sizeof(float) * (size_t)*n);
     fixture_close(&f);
     return copy;
 }
@@ -1073,7 +1114,7 @@ static float *variant_gradients(const char *name, int micro_batch, int recompute
 static void test_micro_batches(void) {
     double loss, other_loss;
     int64_t n;
-    for (int p = 0; p <= device_has_bf16(); p++) {
+    for (int p = !device_has_fp32(); p <= device_has_bf16(); p++) {
         double tol = p == PRECISION_FP32 ? 2e-6 : 1e-6;
         float *whole = variant_gradients("tied", 3, 0, (Precision)p, -1, &loss, &n);
         float *pieces = variant_gradients("tied", 2, 0, (Precision)p, -1, &other_loss, &n);
@@ -1096,11 +1137,12 @@ static void test_micro_batches(void) {
 static void test_model_masked(void) {
     Fixture f;
     double loss, sum = 0.0;
-    if (fixture_open(&f, "untied", 64, 0, PRECISION_FP32, 2)) return;
+    if (fixture_open(&f, "untied", 64, 0, MODEL_PRECISION, 2)) return;
     for (int i = 0; i < f.batch.b * f.batch.T; i++) f.batch.targets[i] = -1;
     f.batch.n_valid = 0;
     stage_gradients(&f.stage, &f.batch, 1, &loss, NULL, f.stream);
-    for (int64_t i = 0; i < f.stage.arena_floats; i++) sum += fabs((double)f.stage.grads[i]);
+    const float *grads = seen(f.stage.grads, f.stage.arena_floats, f.stream);
+    for (int64_t i = 0; i < f.stage.arena_floats; i++) sum += fabs((double)grads[i]);
     check(loss == 0.0 && sum == 0.0, "all masked: loss %g, gradient sum %g", loss, sum);
     fixture_close(&f);
 }
@@ -1111,23 +1153,24 @@ static void test_kv_cache(void) {
     static const int pieces[] = {1, 5, 1, 1, 12, 1, 8};
     for (int i = 0; i < 2; i++) {
         Fixture f;
-        if (fixture_open(&f, names[i], 1, 0, PRECISION_FP32, 2)) return;
+        if (fixture_open(&f, names[i], 1, 0, MODEL_PRECISION, 2)) return;
         int T = 29, C = f.stage.config.channels, done = 0;
-        float *whole = (float *)malloc(sizeof(float) * (size_t)(T * C)), *grown = guarded(T * C);
+        float *whole = guarded(T * C), *grown = guarded(T * C);
         KvCache cache = {NULL, T, 0};
-        cache.rows = (floatX *)device_alloc(sizeof(float) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
+        cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
                                             (size_t)config_kv_dim(&f.stage.config));
+        model_round(&f.stage, f.stream);
         model_forward(&f.stage, f.batch.tokens, 1, T, NULL, NULL, NULL, f.stream);
-        memcpy(whole, f.stage.normed, sizeof(float) * (size_t)(T * C));
+        copy_activations(whole, f.stage.normed, T * C, f.stream);
         for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
             model_forward(&f.stage, f.batch.tokens + done, 1, pieces[p], &cache, NULL, NULL, f.stream);
-            memcpy(grown + done * C, f.stage.normed, sizeof(float) * (size_t)(pieces[p] * C));
+            copy_activations(grown + done * C, f.stage.normed, pieces[p] * C, f.stream);
             done += pieces[p];
         }
         check(done == T && cache.used == T, "the pieces do not add up");
-        check_close(grown, whole, (int64_t)T * C, 2e-6, "cached");
+        check_close(grown, whole, (int64_t)T * C, model_tol(2e-6, 2e-2), "cached");
         release(grown, T * C, "cached");
-        free(whole);
+        release(whole, T * C, "whole");
         device_free(cache.rows);
         fixture_close(&f);
     }
@@ -2153,6 +2196,7 @@ static void test_program(void) {
     check_run(1, NULL, "--init tiny -d @/nothing.jsonl -n 3 -o @/nothing", "no training tokens");
 }
 
+#ifndef DEVICE_CUDA // test_cuda.cu has these for a device's ops
 // ---------------------------------------------------------------------------------------------------------------------
 // Factorizations, the spectral filter, PowerSGD
 
@@ -2685,7 +2729,7 @@ static void test_powersgd(void) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+#endif // factorizations of the CPU
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The mesh
@@ -3785,6 +3829,7 @@ static void test_estimate(void) {
     }
 }
 
+#ifndef DEVICE_CUDA // test_cuda.cu has these for a device's ops
 // ---------------------------------------------------------------------------------------------------------------------
 // The wire: masks, codecs, links, clocks
 

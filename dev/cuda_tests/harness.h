@@ -35,6 +35,7 @@ namespace cpu {
 #include "../../llmc/device.h"
 }
 #undef DEVICE_ALIGN
+#undef DEVICE_KEEPS_BF16
 #undef DEVICE_GAP
 #undef device_forbid
 #include "../../llmc/device.cuh"
