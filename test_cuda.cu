@@ -11,12 +11,14 @@
 // The tests
 
 #include "dev/cuda_tests/emulator.h"
+#include "dev/cuda_tests/attention.h"
 
 static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
     {"emulator", test_cuda_emulator},
+    {"attention", test_cuda_attention},
 };
 
 #ifdef CUDA_EMULATOR
