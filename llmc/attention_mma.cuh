@@ -39,28 +39,28 @@ template <> struct AttentionTiles<128> {
     static constexpr int M_FORWARD = 2, KEYS = 32, M_DQ = 1, M_DKV = 1, STREAM = 32;
 };
 
-template <int HD> constexpr int forward_rows(void) {
+template <int HD> HOST_DEVICE constexpr int forward_rows(void) {
     return 64 * AttentionTiles<HD>::M_FORWARD;
 }
 
-template <int HD> constexpr int dq_rows(void) {
+template <int HD> HOST_DEVICE constexpr int dq_rows(void) {
     return 64 * AttentionTiles<HD>::M_DQ;
 }
 
-template <int HD> constexpr int dkv_rows(void) {
+template <int HD> HOST_DEVICE constexpr int dkv_rows(void) {
     return 64 * AttentionTiles<HD>::M_DKV;
 }
 
 // Bytes of shared memory: the block's own tiles and the streamed ones, two of each.
-template <int HD> constexpr size_t forward_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t forward_shared(void) {
     return sizeof(floatX) * (HD + 8) * (forward_rows<HD>() + 4 * AttentionTiles<HD>::KEYS);
 }
 
-template <int HD> constexpr size_t dq_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t dq_shared(void) {
     return sizeof(floatX) * (HD + 8) * (2 * dq_rows<HD>() + 4 * AttentionTiles<HD>::STREAM);
 }
 
-template <int HD> constexpr size_t dkv_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t dkv_shared(void) {
     return sizeof(floatX) * (HD + 8) * (2 * dkv_rows<HD>() + 4 * AttentionTiles<HD>::STREAM) +
            sizeof(float2) * 2 * AttentionTiles<HD>::STREAM + sizeof(int) * dkv_rows<HD>();
 }
