@@ -27,6 +27,7 @@
 #include "dev/cuda_tests/nccl.h"
 #include "dev/cuda_tests/powersgd.h"
 #include "dev/cuda_tests/spectral.h"
+#include "dev/cuda_tests/attention.h"
 
 static const struct {
     const char *name;
@@ -48,6 +49,7 @@ static const struct {
     {"spectral", test_cuda_spectral},
     {"powersgd", test_cuda_powersgd},
     {"nccl", test_cuda_nccl},
+    {"attention", test_cuda_attention},
 };
 
 #ifdef CUDA_EMULATOR

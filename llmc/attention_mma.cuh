@@ -26,8 +26,13 @@
 
 #define ATTENTION_THREADS 128
 
-// Tuned sizes, with what stopped them: registers (255 a thread at two blocks of 128 threads on an SM) or shared memory
-// (99 KB a block on sm_86, sm_89 and sm_120; 163 KB for two on sm_80).
+// Tuned sizes. M: a warp owns 16*M rows. KEYS: of a streamed tile of the forward; STREAM: rows of one of the backward.
+// What stopped them: 255 registers a thread, which leave two blocks on an SM; shared memory of 99 KB a block on sm_86,
+// sm_89 and sm_120, of 163 KB for two on sm_80. Registers by ptxas of CUDA 13.0 for sm_90 (sm_80: within 10 of these):
+//   HD   forward      dq           dk and dv     stopped by
+//   64   239, 55 KB   236, 74 KB   255, 75 KB    registers: dk and dv spill 32 bytes, outside the inner loop
+//   96   255, 80 KB   185, 53 KB   242, 54 KB    registers
+//  128   255, 70 KB   232, 70 KB   255, 70 KB    shared memory: 104 KB with tiles of 64
 template <int HD> struct AttentionTiles;
 template <> struct AttentionTiles<64> {
     static constexpr int M_FORWARD = 2, KEYS = 64, M_DQ = 2, M_DKV = 2, STREAM = 64;
@@ -39,28 +44,28 @@ template <> struct AttentionTiles<128> {
     static constexpr int M_FORWARD = 2, KEYS = 32, M_DQ = 1, M_DKV = 1, STREAM = 32;
 };
 
-template <int HD> constexpr int forward_rows(void) {
+template <int HD> HOST_DEVICE constexpr int forward_rows(void) {
     return 64 * AttentionTiles<HD>::M_FORWARD;
 }
 
-template <int HD> constexpr int dq_rows(void) {
+template <int HD> HOST_DEVICE constexpr int dq_rows(void) {
     return 64 * AttentionTiles<HD>::M_DQ;
 }
 
-template <int HD> constexpr int dkv_rows(void) {
+template <int HD> HOST_DEVICE constexpr int dkv_rows(void) {
     return 64 * AttentionTiles<HD>::M_DKV;
 }
 
 // Bytes of shared memory: the block's own tiles and the streamed ones, two of each.
-template <int HD> constexpr size_t forward_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t forward_shared(void) {
     return sizeof(floatX) * (HD + 8) * (forward_rows<HD>() + 4 * AttentionTiles<HD>::KEYS);
 }
 
-template <int HD> constexpr size_t dq_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t dq_shared(void) {
     return sizeof(floatX) * (HD + 8) * (2 * dq_rows<HD>() + 4 * AttentionTiles<HD>::STREAM);
 }
 
-template <int HD> constexpr size_t dkv_shared(void) {
+template <int HD> HOST_DEVICE constexpr size_t dkv_shared(void) {
     return sizeof(floatX) * (HD + 8) * (2 * dkv_rows<HD>() + 4 * AttentionTiles<HD>::STREAM) +
            sizeof(float2) * 2 * AttentionTiles<HD>::STREAM + sizeof(int) * dkv_rows<HD>();
 }
@@ -326,7 +331,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
 }
 
 // dq (B, T, ...) = dS k / sqrt(HD); stats (B, NH, attention_rows(T)) = {lse * log2(e), sum_d dout*out}, rows past T
-// {infinity, 0}: their probabilities are zero. Tq = Tk = T.
+// zeros: their dout is zero too, they add nothing. Tq = Tk = T.
 // grid (NH, B, query tiles), the longest tiles first; block 128; shared dq_shared<HD>(). The strides are
 // multiples of 8 and all pointers of 16 bytes.
 // Products of 3*HD*(keys seen) multiply-adds a query and head; reads q, dout and out once, k and v once a query tile,
@@ -362,7 +367,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
         int at = warp_row + lane / 4 + 8 * i;
         bool valid = at < rows;
         int64_t stat = (int64_t)b * s.NH + head;
-        log_sum[i] = valid ? lse[stat * T + first + at] * LOG2_E : INFINITY;
+        log_sum[i] = valid ? lse[stat * T + first + at] * LOG2_E : 0.0f;
         delta[i] = 0.0f;
         for (int d = lane % 4 * 8; valid && d < HD; d += 32) {
             Pack<floatX> x = pack_load(dout + out_at + at * out_stride + d);
