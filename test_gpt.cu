@@ -1029,16 +1029,16 @@ static void test_model_against_pytorch(void) {
         free(logits);
         float *expected = dump_values(&f.dump, "", "loss", &n);
         check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream) == 0, "%s", error_message);
-        check(fabs(loss - (double)expected[0]) <= model_tol(1e-6, 2e-3) * (double)expected[0], "loss %.8f, PyTorch %.8f", loss,
-              (double)expected[0]);
+        check(fabs(loss - (double)expected[0]) <= model_tol(1e-6, 2e-3) * (double)expected[0],
+              "loss %.8f, PyTorch %.8f", loss, (double)expected[0]);
         free(expected);
         check_arena(&f, f.stage.grads, "grad.", model_tol(5e-6, 6e-2));
         expected = dump_values(&f.dump, "", "losses", &n);
         for (int64_t step = 0; step < n; step++) {
             AdamW adam = {0.9f, 0.95f, 1e-8f};
             stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream);
-            check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 5e-3) * (double)expected[step], "loss of step %lld: %.8f, %.8f",
-                  (long long)step, loss, (double)expected[step]);
+            check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 5e-3) * (double)expected[step],
+                  "loss of step %lld: %.8f, %.8f", (long long)step, loss, (double)expected[step]);
             stage_update(&f.stage, adam, 3e-3f, 0.1f, stage_grad_norm(&f.stage, f.stream), 1.0f, step + 1, f.stream);
         }
         free(expected);
@@ -1365,7 +1365,7 @@ static void write_shards(const char *folder, const Stage *stage, const char *sec
         snprintf(path, sizeof path, "%s/%s", folder, s == 0 ? name : "model-00002-of-00002.safetensors");
         safetensors_begin(&writer, path);
         for (int i = first; i < last; i++)
-            safetensors_append(&writer, stage->params + stage->tensors[i].offset, stage->tensors[i].n, DTYPE_F32);
+            stage_append(stage, &writer, stage->params + stage->tensors[i].offset, stage->tensors[i].n, DTYPE_F32);
         file_writer_close(&writer.file);
     }
     strcat(index, "}}");
@@ -2915,8 +2915,8 @@ static float *replica_values(const MeshRun *run, int replica, Arena arena, int64
     *n = 0;
     for (const Stage *stage = model; stage != NULL; stage = stage->next) {
         for (int i = 0; i < stage->n_tensors; i++) {
-            memcpy(values + *n, stage_arena(stage, arena) + stage->tensors[i].offset,
-                   sizeof(float) * (size_t)stage->tensors[i].n);
+            device_copy(values + *n, stage_arena(stage, arena) + stage->tensors[i].offset,
+                        sizeof(float) * (size_t)stage->tensors[i].n, stage->stream);
             *n += stage->tensors[i].n;
         }
     }
@@ -2925,6 +2925,7 @@ static float *replica_values(const MeshRun *run, int replica, Arena arena, int64
 
 #define QUIET "-n 100 --precision fp32 --wire fp32 --clip 0 "
 
+#ifndef DEVICE_CUDA // reads and writes the host's tensors
 // The gradient of the masked model: the masks are part of the function. Against differences of the loss along the
 // gradient and along random directions.
 static void test_masked_gradient(void) {
@@ -3032,6 +3033,7 @@ static void test_anchor(void) {
     stream_destroy(stream);
     mesh_run_close(run);
 }
+#endif
 
 // With auto, the fast circuit goes on while the anchor is held back, and takes the factors once they are there.
 static void test_anchor_auto(void) {
@@ -3054,6 +3056,7 @@ static void test_anchor_auto(void) {
     mesh_run_close(run);
 }
 
+#ifndef DEVICE_CUDA // reads and writes the host's tensors
 // Factors of rank r filter nearly as full ones do when the momentum's spectrum decays; --alpha 1 is plain AdamW.
 static void test_anchor_rank(void) {
     write_corpus();
@@ -3093,6 +3096,7 @@ static void test_anchor_rank(void) {
     mesh_run_close(cut);
     mesh_run_close(full);
 }
+#endif
 
 // The step lines of a run's log without what a clock on the wall has to do with; the caller frees them.
 static json_t *logged_steps(const char *run) {
@@ -3185,6 +3189,7 @@ static void test_dense(void) {
     mesh_run_close(one);
 }
 
+#ifndef DEVICE_CUDA // reads and writes the host's tensors
 // Outer steps: every step, full rank, rate 1, no momentum: the average of the replicas. Low rank: all replicas hold the
 // same merged weights after every merge, every tensor is in one fragment, and traffic is what the ranks say.
 static void test_diloco(void) {
@@ -3530,6 +3535,7 @@ static void test_wire_feedback(void) {
     }
     mesh_run_close(run);
 }
+#endif
 
 // An anchor beside the fast circuit takes nothing of its threads.
 static void test_anchor_threads(void) {
@@ -4130,6 +4136,8 @@ static unsigned char link_byte(int64_t m, int64_t at) {
     return (unsigned char)(m * 31 + at * 7 + (m * at >> 5));
 }
 
+#endif // masks and codecs of the CPU
+
 // Links: order, sizes, copies, the ring's end, growth while messages are inside, and each way to be down.
 // Must fail for: a pointer kept instead of a copy, headers counted as sent, a ring that is allocated anew when warm.
 static void test_link(void) {
@@ -4268,8 +4276,8 @@ static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
+#ifndef DEVICE_CUDA
     {"checks_can_fail", test_checks_can_fail},
-    {"rand", test_rand},
     {"exp", test_exp},
     {"bf16", test_bf16},
     {"embedding", test_embedding},
@@ -4288,6 +4296,19 @@ static const struct {
     {"spectral_filter", test_spectral_filter},
     {"spectral_reference", test_spectral_reference},
     {"powersgd", test_powersgd},
+    {"masked_gradient", test_masked_gradient},
+    {"anchor", test_anchor},
+    {"anchor_rank", test_anchor_rank},
+    {"diloco", test_diloco},
+    {"mask", test_mask},
+    {"mask_gradient", test_mask_gradient},
+    {"codec", test_codec},
+    {"outer_steps", test_outer_steps},
+    {"anchor_update", test_anchor_update},
+    {"filtered_step", test_filtered_step},
+    {"wire_feedback", test_wire_feedback},
+#endif
+    {"rand", test_rand},
     {"model_against_pytorch", test_model_against_pytorch},
     {"model_variants", test_model_variants},
     {"micro_batches", test_micro_batches},
@@ -4310,27 +4331,16 @@ static const struct {
     {"program", test_program},
     {"schedule", test_schedule},
     {"stages", test_stages},
-    {"masked_gradient", test_masked_gradient},
-    {"anchor", test_anchor},
     {"anchor_auto", test_anchor_auto},
-    {"anchor_rank", test_anchor_rank},
     {"mesh_resume", test_mesh_resume},
     {"dense", test_dense},
-    {"diloco", test_diloco},
     {"probe", test_probe},
     {"partition", test_partition},
     {"estimate", test_estimate},
-    {"mask", test_mask},
-    {"mask_gradient", test_mask_gradient},
-    {"codec", test_codec},
     {"link", test_link},
     {"clock", test_clock},
     {"mesh_defaults", test_mesh_defaults},
     {"mesh_clock", test_mesh_clock},
-    {"outer_steps", test_outer_steps},
-    {"anchor_update", test_anchor_update},
-    {"filtered_step", test_filtered_step},
-    {"wire_feedback", test_wire_feedback},
     {"anchor_threads", test_anchor_threads},
 };
 
