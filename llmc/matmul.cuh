@@ -23,8 +23,12 @@
 #include "dtype.h"    // bf16_of_float
 #include "packed.cuh" // Pack
 
+#ifdef CUDA_EMULATOR
+#define MATMUL_WORKSPACE ((size_t)64 << 10) // every page that is allocated costs time there
+#else
 #define MATMUL_WORKSPACE ((size_t)32 << 20) // what cuBLAS takes for itself on Hopper; older cards need less
-#define MATMUL_PROBES    8
+#endif
+#define MATMUL_PROBES 8
 #ifdef TESTING
 #define MATMUL_ENTRIES 16 // a test has more shapes than that
 #else
