@@ -49,7 +49,7 @@ static inline void powersgd_error(float *error, const float *delta, const float 
         return;
     }
     for (int64_t i = 0; i < count; i++) minus[i] = -P[i];
-    if (error != delta) device_copy(error, delta, sizeof(float) * (size_t)m * (size_t)n);
+    if (error != delta) device_copy(error, delta, sizeof(float) * (size_t)m * (size_t)n, stream);
     matmul_product(error, n, minus, r, 0, Q_own, r, 1, m, n, r, 0, 1, stream);
 }
 
