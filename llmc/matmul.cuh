@@ -271,6 +271,13 @@ static inline const void *matmul_weight(Weight weight, int K, int M, Stream *str
     return copy;
 }
 
+// Bytes of the device that a stream keeps for products whose largest weight has so many values: activations and their
+// gradients are read as they are.
+static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads, Precision precision) {
+    (void)inputs, (void)grads, (void)precision;
+    return (int64_t)MATMUL_WORKSPACE + (MATMUL_BF16 ? 2 * weight : 0);
+}
+
 // out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).
 static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M, int accumulate,
                                   Stream *stream) {
