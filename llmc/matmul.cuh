@@ -42,7 +42,8 @@
 
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
 // One thread to 8 values. packed: ld is cols and both pointers are 16-byte aligned. Moves 6 bytes a value.
-__global__ void bf16_round_kernel(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, int packed) {
+__global__ static void bf16_round_kernel(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld,
+                                         int packed) {
     int64_t n = rows * cols, start = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (packed && start + 8 <= n) {
         Pack<float> low = pack_load(from + start), high = pack_load(from + start + 4);
