@@ -65,12 +65,12 @@ struct cudaDeviceProp {
 };
 
 inline cudaError_t cudaGetDeviceCount(int *count) {
-    *count = emu::device_count();
+    *count = emu::n_devices;
     return emu::set_error(*count > 0 ? cudaSuccess : cudaErrorNoDevice);
 }
 
 inline cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     emu::current_device = device;
     return cudaSuccess;
 }
@@ -81,7 +81,7 @@ inline cudaError_t cudaGetDevice(int *device) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock: *value = (int)emu::MAX_THREADS; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)emu::SHARED_BYTES; break;
@@ -99,7 +99,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, 
 }
 
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     *properties = cudaDeviceProp{"emulated device",
                                  (size_t)16 << 30,
                                  emu::SHARED_BYTES,
