@@ -77,6 +77,8 @@ inline void on_fault(int signal, siginfo_t *info, void *context) {
             (void *)address, offset, n_bytes);
     }
     if (address >= stacks_first && address < stacks_last) die("stack overflow in device code");
+    if (!EMU_ASAN && running_kernel != nullptr)
+        die("device code touches %p, which is no memory, or its address is no multiple of the access", (void *)address);
     if ((old_segv.sa_flags & SA_SIGINFO) != 0) {
         old_segv.sa_sigaction(signal, info, context);
     } else {

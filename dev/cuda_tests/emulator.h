@@ -34,6 +34,47 @@ static void test_block_sum(dim3 shape) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Grids in three dimensions: each thread leaves its place once
+
+__global__ static void grid_kernel(unsigned *out) {
+    unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    atomicAdd(&out[block * blockDim.x * blockDim.y * blockDim.z + thread], 1000 * block + thread + 1);
+}
+
+static void test_grid(dim3 grid, dim3 block) {
+    unsigned n_threads = block.x * block.y * block.z, n = grid.x * grid.y * grid.z * n_threads;
+    unsigned *out = (unsigned *)device_alloc(n * sizeof *out), *expected = (unsigned *)malloc(n * sizeof *expected);
+    for (unsigned i = 0; i < n; i++) expected[i] = 1000 * (i / n_threads) + i % n_threads + 1;
+    LAUNCH(grid_kernel, grid, block, 0, test_stream, out);
+    unsigned *values = host_of_device(out, n);
+    check_same(values, expected, n * sizeof *values, "a grid");
+    free(values);
+    free(expected);
+    device_free(out);
+}
+
+// What the launcher knows of a kernel: its static shared memory.
+template <int N> __global__ static void two_arrays_kernel(int *x) {
+    __shared__ int a[N], b[2 * N];
+    int i = (int)threadIdx.x;
+    a[i % N] = i, b[i % (2 * N)] = -i;
+    __syncthreads();
+    x[i] = a[(i + 1) % N] + b[(i + 1) % (2 * N)];
+}
+
+static void test_attributes(void) {
+    int *x = (int *)device_alloc(32 * sizeof *x);
+    LAUNCH((two_arrays_kernel<32>), 1, 32, 0, test_stream, x);
+    cudaFuncAttributes found = {};
+    need_cuda(cudaFuncGetAttributes(&found, sum_kernel), "attributes");
+    check(found.sharedSizeBytes == 4 * WARP_SIZE, "shared memory of sum_kernel: %zu", found.sharedSizeBytes);
+    need_cuda(cudaFuncGetAttributes(&found, two_arrays_kernel<32>), "attributes");
+    check(found.sharedSizeBytes == 4 * 32 * 3, "shared memory of two_arrays_kernel: %zu", found.sharedSizeBytes);
+    device_free(x);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Warps: every collective, on values that tell all lanes apart
 
 enum { WARP_RESULTS = 16 };
@@ -284,6 +325,10 @@ static void test_cuda_emulator(void) {
     test_block_sum(dim3(256));
     test_block_sum(dim3(32, 4));
     test_block_sum(dim3(8, 4, 3));
+    test_grid(dim3(3, 2, 4), dim3(5, 3, 2));
+    test_grid(dim3(1000), dim3(1));
+    test_grid(dim3(1), dim3(1024));
+    test_attributes();
     test_warp();
     test_pack<float>();
     test_pack<__nv_bfloat16>();

@@ -1,4 +1,5 @@
 // Planted faults, one for each detector of the emulator; see emulator.h.
+#include <pthread.h>      // pthread_create
 #include <sys/resource.h> // setrlimit
 #include <sys/wait.h>     // waitpid
 
@@ -60,6 +61,16 @@ __global__ static void far_kernel(float *x) {
 
 static void fault_far(void) {
     FAULTY(far_kernel, 32, 0);
+}
+
+__global__ static void null_kernel(float *x) {
+    float *nothing = nullptr;
+    asm volatile("" : "+r"(nothing)); // or g++ would warn
+    nothing[threadIdx.x] = x[0];
+}
+
+static void fault_null(void) {
+    FAULTY(null_kernel, 32, 0);
 }
 
 __global__ static void dynamic_kernel(float *x) {
@@ -477,11 +488,69 @@ static int run_unwaited(int faulty) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// Two devices: each has its memory and streams, copies go between them, events too.
+static void test_two_devices(void) {
+    Stream *streams[2] = {NULL, NULL};
+    float *x[2], value = NAN;
+    cudaEvent_t event;
+    emu::n_devices = 2;
+    for (int d = 0; d < 2; d++) {
+        need_cuda(cudaSetDevice(d), "device");
+        need(stream_create(&streams[d], PRECISION_BF16, 1), "stream");
+        x[d] = (float *)device_alloc(sizeof(float));
+        LAUNCH(add_kernel, 1, 32, 0, streams[d], x[d], 1.0f + (float)d, 1);
+    }
+    need_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"); // of device 1
+    need_cuda(cudaEventRecord(event, streams[1]->cuda), "record");
+    need_cuda(cudaSetDevice(0), "device");
+    need_cuda(cudaStreamWaitEvent(streams[0]->cuda, event, 0), "wait");
+    need_cuda(cudaMemcpyPeerAsync(x[0], 0, x[1], 1, sizeof(float), streams[0]->cuda), "copy");
+    LAUNCH(add_kernel, 1, 32, 0, streams[0], x[0], 5.0f, 1);
+    device_copy(&value, x[0], sizeof value, streams[0]);
+    check(value == 7.0f && streams[1]->device == 1, "two devices: %g", (double)value);
+    check(stream_check(streams[0]) == 0 && stream_check(streams[1]) == 0, "two devices: %s", error_message);
+    for (int d = 0; d < 2; d++) {
+        need_cuda(cudaSetDevice(d), "device");
+        device_free(x[d]);
+        stream_destroy(streams[d]);
+    }
+    need_cuda(cudaEventDestroy(event), "destroy");
+    need_cuda(cudaSetDevice(0), "device");
+    emu::n_devices = 1;
+}
+
+// Host threads take turns in the emulator, each with a stream of its own.
+static void *add_often(void *result) {
+    Stream *stream = NULL;
+    float *x;
+    need(stream_create(&stream, PRECISION_BF16, 1), "stream");
+    x = (float *)device_alloc(sizeof(float));
+    for (int i = 0; i < 50; i++) {
+        LAUNCH(add_kernel, 1, 64, 0, stream, x, 1.0f, 1);
+        if (i % 10 == 9) device_copy(result, x, sizeof(float), stream);
+    }
+    device_free(x);
+    stream_destroy(stream);
+    return NULL;
+}
+
+static void test_host_threads(void) {
+    pthread_t threads[3];
+    float results[3] = {NAN, NAN, NAN};
+    for (int i = 0; i < 3; i++)
+        if (pthread_create(&threads[i], NULL, add_often, &results[i]) != 0) exit(1);
+    for (int i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        check(results[i] == 50.0f, "host thread %d: %g", i, (double)results[i]);
+    }
+}
+
 static void test_faults(void) {
     const char *past = EMU_ASAN ? "AddressSanitizer" : "wrote outside device memory";
     check_fault(fault_write_past, past);
     check_fault(fault_write_before, past);
     check_fault(fault_far, "device code touches memory of device 0");
+    check_fault(fault_null, EMU_ASAN ? "AddressSanitizer" : "which is no memory");
     check_fault(fault_dynamic_shared, EMU_ASAN ? "AddressSanitizer" : "bytes of dynamic shared memory");
     check_fault(fault_exit, "divergent barrier");
     check_fault(fault_elsewhere, "divergent barrier");
@@ -518,5 +587,7 @@ static void test_faults(void) {
     check_order(run_default_stream, "a default stream taken for an order");
     check_order(run_pinned, "pinned memory reused too early");
     check_order(run_unwaited, "a result read too early");
+    test_two_devices();
+    test_host_threads();
     check(emu_launched("pack_kernel") && !emu_launched("no_such_kernel"), "the list of launched kernels");
 }
