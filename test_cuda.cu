@@ -5,18 +5,29 @@
 // How to add a test: a header dev/cuda_tests/<op>.h with static void test_cuda_<op>(void); below, its include and its
 // line in the table. The CPU's op is included within `namespace cpu { }`, the CUDA one outside; headers that both need
 // (shapes, keys, conversions) come before, here. See dev/cuda_tests/emulator.h for a small one.
+#define TESTING // small shapes meet the limits of large ones
 #include "dev/cuda_tests/harness.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The tests
 
 #include "dev/cuda_tests/emulator.h"
+#include "dev/cuda_tests/linalg.h"
+#include "dev/cuda_tests/matmul.h"
+#include "dev/cuda_tests/nccl.h"
+#include "dev/cuda_tests/powersgd.h"
+#include "dev/cuda_tests/spectral.h"
 
 static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
     {"emulator", test_cuda_emulator},
+    {"matmul", test_cuda_matmul},
+    {"linalg", test_cuda_linalg},
+    {"spectral", test_cuda_spectral},
+    {"powersgd", test_cuda_powersgd},
+    {"nccl", test_cuda_nccl},
 };
 
 #ifdef CUDA_EMULATOR
@@ -63,6 +74,9 @@ static double seconds(void) {
 }
 
 int main(int argc, char **argv) {
+#ifdef CUDA_EMULATOR
+    setenv("EMU_DEVICES", "3", 0);
+#endif
     need(stream_create(&test_stream, PRECISION_BF16, 1), "start");
     need(cpu::stream_create(&test_cpu_stream, cpu::PRECISION_FP32, 1), "start");
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {

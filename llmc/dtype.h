@@ -6,6 +6,8 @@
 #include <stdint.h> // fixed-width integers
 #include <string.h> // memcpy
 
+#include "portable.h" // HOST_DEVICE
+
 typedef enum {
     DTYPE_F32,
     DTYPE_BF16,
@@ -38,18 +40,18 @@ static inline size_t dtype_size(Dtype dtype) {
     return sizes[dtype];
 }
 
-static inline float float_of_bits(uint32_t bits) {
+static inline HOST_DEVICE float float_of_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline float float_of_bf16(uint16_t half) {
+static inline HOST_DEVICE float float_of_bf16(uint16_t half) {
     return float_of_bits((uint32_t)half << 16);
 }
 
 // IEEE half to float: subnormals scaled exactly, infinities and NaN kept.
-static inline float float_of_half(uint16_t half) {
+static inline HOST_DEVICE float float_of_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, mantissa = half & 1023u;
     if (exponent == 31) return float_of_bits(sign | 0x7F800000u | mantissa << 13);
     if (exponent == 0) {
@@ -60,7 +62,7 @@ static inline float float_of_half(uint16_t half) {
 }
 
 // Rounds to nearest even; NaN stays NaN. Without branches, so that loops over it vectorise.
-static inline uint16_t bf16_of_float(float value) {
+static inline HOST_DEVICE uint16_t bf16_of_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16, quiet = bits >> 16 | 0x40u;

@@ -9,6 +9,8 @@
 #include <math.h>   // logf, cosf, sinf, sqrtf
 #include <stdint.h> // fixed-width integers
 
+#include "portable.h" // HOST_DEVICE
+
 // Who draws. Add a line per use; never renumber, the numbers are part of every run's bits.
 typedef enum {
     RAND_INIT = 1,
@@ -25,7 +27,7 @@ typedef struct {
 } Philox;
 
 // One Philox4x32-10 block: counter (4 words), key (2 words) -> 4 words.
-static inline Philox philox(Philox counter, uint32_t key0, uint32_t key1) {
+static inline HOST_DEVICE Philox philox(Philox counter, uint32_t key0, uint32_t key1) {
     for (int round = 0; round < 10; round++) {
         uint64_t a = 0xD2511F53u * (uint64_t)counter.v[0];
         uint64_t b = 0xCD9E8D57u * (uint64_t)counter.v[2];
@@ -39,18 +41,19 @@ static inline Philox philox(Philox counter, uint32_t key0, uint32_t key1) {
 }
 
 // The block number `index` of a stream; `sub` separates uses within a stream (a tensor, an epoch).
-static inline Philox rand_block(uint64_t seed, RandStream stream, uint32_t sub, uint64_t index) {
+static inline HOST_DEVICE Philox rand_block(uint64_t seed, RandStream stream, uint32_t sub, uint64_t index) {
     Philox counter = {{(uint32_t)index, (uint32_t)(index >> 32), sub, (uint32_t)stream}};
     return philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
 
 // Uniform in [0, 1), 24 bits.
-static inline float rand_uniform(uint64_t seed, RandStream stream, uint64_t index) {
+static inline HOST_DEVICE float rand_uniform(uint64_t seed, RandStream stream, uint64_t index) {
     return (float)(rand_block(seed, stream, 0, index).v[0] >> 8) * 0x1p-24f;
 }
 
 // Four standard normals by Box-Muller: elements 4*index .. 4*index+3 of the sequence `sub` of a stream.
-static inline void rand_normal4(float out[4], uint64_t seed, RandStream stream, uint32_t sub, uint64_t index) {
+static inline HOST_DEVICE void rand_normal4(float out[4], uint64_t seed, RandStream stream, uint32_t sub,
+                                            uint64_t index) {
     Philox block = rand_block(seed, stream, sub, index);
     for (int pair = 0; pair < 2; pair++) {
         float u = ((float)(block.v[2 * pair] >> 8) + 1.0f) * 0x1p-24f; // (0, 1]
@@ -72,7 +75,8 @@ static inline void rand_normal(float *out, int64_t n, uint64_t seed, RandStream 
 
 // Image of index under a keyed permutation of [0, n), n >= 1: a four-round Feistel network over the next power of
 // four, walked until it lands inside. No table, random access.
-static inline uint64_t rand_permute(uint64_t index, uint64_t n, uint64_t seed, RandStream stream, uint32_t sub) {
+static inline HOST_DEVICE uint64_t rand_permute(uint64_t index, uint64_t n, uint64_t seed, RandStream stream,
+                                                uint32_t sub) {
     int half_bits = 1;
     while (half_bits < 32 && (1ull << (2 * half_bits)) < n) half_bits++;
     uint64_t mask = (1ull << half_bits) - 1;

@@ -1,36 +1,15 @@
 // Rotary position embedding, CPU (Su et al. 2021), half-split as in Hugging Face checkpoints: dimension i of a head is
-// paired with i + HD/2. Plain and `llama3` frequency scaling. Tables in fp32.
+// paired with i + HD/2. Frequencies from rope_config.h, tables in fp32.
 //   out[i]        = x[i] * cos - x[i + HD/2] * sin
 //   out[i + HD/2] = x[i + HD/2] * cos + x[i] * sin          in place; backward is the rotation by the opposite angle
 #ifndef LLMC_ROPE_H
 #define LLMC_ROPE_H
 
-#include <math.h>   // pow, cosf, sinf
+#include <math.h>   // cosf, sinf
 #include <stddef.h> // size_t
 
 #include "device.h"      // floatX, Stream
-#include "rope_config.h" // RopeConfig
-
-// inv_freq (HD/2): theta^(-2i/HD); with llama3 scaling wavelengths beyond original_context/low are divided by factor,
-// those below original_context/high stay, and between the two it is interpolated (Llama 3.1 model card).
-static inline void rope_inv_freq(float *inv_freq, int HD, const RopeConfig *rope) {
-    for (int i = 0; i < HD / 2; i++) {
-        double freq = pow((double)rope->theta, -2.0 * i / HD);
-        if (rope->scaled) {
-            double wavelength = 2.0 * 3.14159265358979323846 / freq;
-            double low = rope->original_context / (double)rope->low_freq_factor;
-            double high = rope->original_context / (double)rope->high_freq_factor;
-            if (wavelength > low) {
-                freq /= (double)rope->factor;
-            } else if (wavelength >= high) {
-                double smooth = (rope->original_context / wavelength - (double)rope->low_freq_factor) /
-                                ((double)rope->high_freq_factor - (double)rope->low_freq_factor);
-                freq = (1.0 - smooth) * freq / (double)rope->factor + smooth * freq;
-            }
-        }
-        inv_freq[i] = (float)freq;
-    }
-}
+#include "rope_config.h" // rope_inv_freq, for the caller
 
 // cos, sin (T, HD/2) for positions 0..T-1. inv_freq (HD/2). The angle is rounded to fp32 as transformers does.
 static inline void rope_tables(float *cos_table, float *sin_table, const float *inv_freq, int T, int HD,
