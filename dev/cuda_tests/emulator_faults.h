@@ -493,6 +493,7 @@ static void test_two_devices(void) {
     Stream *streams[2] = {NULL, NULL};
     float *x[2], value = NAN;
     cudaEvent_t event;
+    int n_devices = emu::n_devices;
     emu::n_devices = 2;
     for (int d = 0; d < 2; d++) {
         need_cuda(cudaSetDevice(d), "device");
@@ -516,7 +517,7 @@ static void test_two_devices(void) {
     }
     need_cuda(cudaEventDestroy(event), "destroy");
     need_cuda(cudaSetDevice(0), "device");
-    emu::n_devices = 1;
+    emu::n_devices = n_devices;
 }
 
 // Host threads take turns in the emulator, each with a stream of its own.
