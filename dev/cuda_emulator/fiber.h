@@ -9,16 +9,20 @@
 
 #include "base.h" // die
 
-#if !defined(__x86_64__)
-#include <ucontext.h>
+#if defined(__x86_64__) && !defined(EMU_UCONTEXT) // -DEMU_UCONTEXT tries the other way here
+#define EMU_JUMP 1
+#else
+#define EMU_JUMP 0
+#include <ucontext.h> // swapcontext
 #endif
 
 namespace emu {
 
-constexpr size_t STACK_BYTES = (EMU_ASAN ? 256 : 128) << 10; // the lowest page is forbidden
+// The lowest page is forbidden. An odd number of pages: stacks at even distances fight for a few sets of the TLB.
+constexpr size_t STACK_BYTES = (EMU_ASAN ? 65 : 33) << 12;
 
 struct Fiber {
-#if defined(__x86_64__)
+#if EMU_JUMP
     void *sp = nullptr;
 #else
     ucontext_t context;
@@ -35,7 +39,7 @@ inline char *stacks_first = nullptr; // the range of all stacks, for the fault h
 inline char *stacks_last = nullptr;
 inline unsigned n_fibers = 0;
 
-#if defined(__x86_64__)
+#if EMU_JUMP
 // Pushes what the caller wants kept, leaves the stack pointer in *save, and continues on the other stack.
 __attribute__((naked, noinline, noipa, unused)) static void fiber_jump(void ** /*save: rdi*/, void * /*to: rsi*/) {
     asm volatile("pushq %rbp\n\tpushq %rbx\n\tpushq %r12\n\tpushq %r13\n\tpushq %r14\n\tpushq %r15\n\t"
@@ -45,7 +49,7 @@ __attribute__((naked, noinline, noipa, unused)) static void fiber_jump(void ** /
 #endif
 
 // First lines after every switch, on the new stack.
-inline void fiber_arrived() {
+EMU_UNCHECKED inline void fiber_arrived() {
 #if EMU_ASAN
     const void *bottom;
     size_t size;
@@ -55,14 +59,14 @@ inline void fiber_arrived() {
 }
 
 // Continues `to` where it left off.
-inline void fiber_switch(Fiber *to) {
+EMU_UNCHECKED inline void fiber_switch(Fiber *to) {
     Fiber *from = current_fiber;
     previous_fiber = from;
     current_fiber = to;
 #if EMU_ASAN
     __sanitizer_start_switch_fiber(&from->fake_stack, to->bottom, to->size);
 #endif
-#if defined(__x86_64__)
+#if EMU_JUMP
     fiber_jump(&from->sp, to->sp);
 #else
     swapcontext(&from->context, &to->context);
@@ -80,11 +84,11 @@ inline Fiber *fiber_new(void (*main)()) {
     fiber->stack = (char *)stack;
     if (stacks_first == nullptr || fiber->stack < stacks_first) stacks_first = fiber->stack;
     if (fiber->stack + STACK_BYTES > stacks_last) stacks_last = fiber->stack + STACK_BYTES;
-    // Tops that differ by odd numbers of lines: equal ones would fight for the same few cache sets.
+    // Tops at different places in their pages, for the cache's sets.
     size_t colour = (n_fibers++ * 7 % 61) * 64;
     fiber->bottom = fiber->stack + page;
     fiber->size = STACK_BYTES - page - colour;
-#if defined(__x86_64__)
+#if EMU_JUMP
     void **top = (void **)(fiber->stack + STACK_BYTES - colour) - 2;
     top[0] = (void *)main; // where `ret` goes, with the stack as after a call; above it no return address
     top[1] = nullptr;
@@ -99,14 +103,14 @@ inline Fiber *fiber_new(void (*main)()) {
     return fiber;
 }
 
-inline Fiber *fiber_take(void (*main)()) {
+EMU_UNCHECKED inline Fiber *fiber_take(void (*main)()) {
     Fiber *fiber = free_fibers;
     if (fiber == nullptr) return fiber_new(main);
     free_fibers = fiber->next_free;
     return fiber;
 }
 
-inline void fiber_park(Fiber *fiber) {
+EMU_UNCHECKED inline void fiber_park(Fiber *fiber) {
     fiber->next_free = free_fibers;
     free_fibers = fiber;
 }

@@ -30,17 +30,14 @@ struct Arena {
 inline std::recursive_mutex lock;
 inline Arena arenas[MAX_DEVICES];
 inline std::map<char *, size_t> pinned; // host memory that device code may touch: start -> bytes
-inline int n_open = 0;                  // nested openings
 inline unsigned opened = 0;             // a bit for each device whose memory is open
 
-inline int device_count() {
-    static const int count = [] {
-        const char *text = getenv("EMU_DEVICES");
-        int n = text != nullptr ? atoi(text) : 1;
-        return n < 0 ? 0 : n > MAX_DEVICES ? MAX_DEVICES : n;
-    }();
-    return count;
+inline int devices_asked() {
+    const char *text = getenv("EMU_DEVICES");
+    int n = text != nullptr ? atoi(text) : 1;
+    return n < 0 ? 0 : n > MAX_DEVICES ? MAX_DEVICES : n;
 }
+inline int n_devices = devices_asked();
 
 // The piece that holds address, or the closest one below it.
 inline std::map<char *, size_t>::const_iterator piece_below(const std::map<char *, size_t> &pieces,
@@ -80,6 +77,8 @@ inline void on_fault(int signal, siginfo_t *info, void *context) {
             (void *)address, offset, n_bytes);
     }
     if (address >= stacks_first && address < stacks_last) die("stack overflow in device code");
+    if (!EMU_ASAN && running_kernel != nullptr)
+        die("device code touches %p, which is no memory, or its address is no multiple of the access", (void *)address);
     if ((old_segv.sa_flags & SA_SIGINFO) != 0) {
         old_segv.sa_sigaction(signal, info, context);
     } else {
@@ -109,23 +108,29 @@ inline void install_handler() {
 }
 
 inline void protect(unsigned devices, int protection) {
-    for (int d = 0; d < device_count(); d++)
+    for (int d = 0; d < n_devices; d++)
         if (devices >> d & 1 && arenas[d].top > 0)
             if (mprotect(arenas[d].base, (arenas[d].top + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES, protection))
                 die("mprotect of device memory failed");
 }
 
-// While one of these lives, the memory of the given devices is open.
+// Opens the memory of these devices and closes that of the others.
+inline void set_open(unsigned devices) {
+    if (devices == opened) return;
+    install_handler();
+    protect(devices & ~opened, PROT_READ | PROT_WRITE);
+    protect(opened & ~devices, PROT_NONE);
+    opened = devices;
+}
+
+// While one of these lives, the memory of the given devices is open too.
 struct Opening {
-    unsigned before;
-    explicit Opening(unsigned devices) : before(opened) {
-        install_handler();
-        protect(devices & ~before, PROT_READ | PROT_WRITE);
-        opened |= devices;
+    unsigned before = opened;
+    explicit Opening(unsigned devices) {
+        set_open(before | devices);
     }
     ~Opening() {
-        protect(opened & ~before, PROT_NONE);
-        opened = before;
+        set_open(before);
     }
     Opening(const Opening &) = delete;
 };
@@ -143,6 +148,7 @@ inline void *arena_alloc(int device, size_t n_bytes) {
         if (base == MAP_FAILED) die("no addresses for device memory");
         const char *text = getenv("EMU_MEMORY_MB");
         arena->base = (char *)base;
+        madvise(base, ARENA_BYTES, MADV_HUGEPAGE); // opening and closing goes by page; no matter if refused
         arena->limit = (text != nullptr ? strtoull(text, nullptr, 0) : 16384) << 20;
     }
     if (n_bytes > arena->limit - arena->used) return nullptr;
