@@ -4131,12 +4131,12 @@ static void test_codec(void) {
     stream_destroy(stream);
 }
 
+#endif // masks and codecs of the CPU
+
 // Byte `at` of message m.
 static unsigned char link_byte(int64_t m, int64_t at) {
     return (unsigned char)(m * 31 + at * 7 + (m * at >> 5));
 }
-
-#endif // masks and codecs of the CPU
 
 // Links: order, sizes, copies, the ring's end, growth while messages are inside, and each way to be down.
 // Must fail for: a pointer kept instead of a copy, headers counted as sent, a ring that is allocated anew when warm.

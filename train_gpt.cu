@@ -511,13 +511,12 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     AttentionShape shape = {stage->max_B,     (int)T, (int)T, config->heads, config->kv_heads,
                             config->head_dim, 0,      0,      NULL};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
-    int64_t weight = larger(2 * F * C, stage->QKV * C);
+    int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    int64_t operands = N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0);
     StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_bytes, attention};
-    bytes.scratch += matmul_bytes(weight, V * C, operands, precision);
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->meets) bytes.outer = floats * 16;
+    bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
         stage_bytes_sum(&bytes) + floats * 2 <= device_memory() / 4 * 3)
         bytes.rounded = floats * 2;

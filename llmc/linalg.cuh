@@ -27,7 +27,7 @@
 // to (cols, rows) = from (rows, cols)^T; flip: the columns of `to` in reverse order. Both packed.
 // grid (ceil(cols/32), ceil(rows/32)), block (32, 8), by tiles so that both sides are read and written along rows.
 // 4.2 KB shared (33 columns: a tile's column lies in 32 banks). Moves 8 bytes a value.
-__global__ void linalg_transpose_kernel(float *to, const float *from, int64_t rows, int64_t cols, int flip) {
+__global__ static void linalg_transpose_kernel(float *to, const float *from, int64_t rows, int64_t cols, int flip) {
     __shared__ float tile[32][33];
     int64_t row = 32 * (int64_t)blockIdx.y, col = 32 * (int64_t)blockIdx.x;
     int x = (int)threadIdx.x;
@@ -41,15 +41,15 @@ __global__ void linalg_transpose_kernel(float *to, const float *from, int64_t ro
 }
 
 // to (rows, cols) with row stride ldt = from (rows, cols) with row stride ldf. One thread a value, 8 bytes each.
-__global__ void linalg_columns_kernel(float *to, int64_t ldt, const float *from, int64_t ldf, int64_t rows,
-                                      int64_t cols) {
+__global__ static void linalg_columns_kernel(float *to, int64_t ldt, const float *from, int64_t ldf, int64_t rows,
+                                             int64_t cols) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < rows * cols) to[i / cols * ldt + i % cols] = from[i / cols * ldf + i % cols];
 }
 
 // largest = max(largest, bits of |values|): sizes order like their bits, and NaN comes after infinity. A maximum does
 // not depend on its order. Grid as long as pays, each thread strides over it. 4 bytes a value.
-__global__ void linalg_largest_kernel(unsigned int *largest, const float *values, int64_t n) {
+__global__ static void linalg_largest_kernel(unsigned int *largest, const float *values, int64_t n) {
     unsigned int mine = 0;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         unsigned int bits = __float_as_uint(values[i]) & 0x7FFFFFFFu;
@@ -63,13 +63,13 @@ __global__ void linalg_largest_kernel(unsigned int *largest, const float *values
 }
 
 // values /= largest, unless that is 0. One thread a value, 8 bytes each.
-__global__ void linalg_divide_kernel(float *values, const unsigned int *largest, int64_t n) {
+__global__ static void linalg_divide_kernel(float *values, const unsigned int *largest, int64_t n) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && *largest != 0) values[i] /= __uint_as_float(*largest);
 }
 
 // out (n) = standard normals of the sequence `sub`, four a thread.
-__global__ void linalg_normal_kernel(float *out, int64_t n, uint64_t seed, uint32_t sub) {
+__global__ static void linalg_normal_kernel(float *out, int64_t n, uint64_t seed, uint32_t sub) {
     int64_t index = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     float four[4];
     if (4 * index >= n) return;

@@ -23,8 +23,12 @@
 #include "dtype.h"    // bf16_of_float
 #include "packed.cuh" // Pack
 
+#ifdef CUDA_EMULATOR
+#define MATMUL_WORKSPACE ((size_t)64 << 10) // every page that is allocated costs time there
+#else
 #define MATMUL_WORKSPACE ((size_t)32 << 20) // what cuBLAS takes for itself on Hopper; older cards need less
-#define MATMUL_PROBES    8
+#endif
+#define MATMUL_PROBES 8
 #ifdef TESTING
 #define MATMUL_ENTRIES 16 // a test has more shapes than that
 #else
@@ -38,7 +42,8 @@
 
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
 // One thread to 8 values. packed: ld is cols and both pointers are 16-byte aligned. Moves 6 bytes a value.
-__global__ void bf16_round_kernel(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, int packed) {
+__global__ static void bf16_round_kernel(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld,
+                                         int packed) {
     int64_t n = rows * cols, start = 8 * ((int64_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (packed && start + 8 <= n) {
         Pack<float> low = pack_load(from + start), high = pack_load(from + start + 4);
@@ -54,12 +59,6 @@ static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int
     int packed = ld == cols && ((uintptr_t)to | (uintptr_t)from) % 16 == 0;
     unsigned int blocks = (unsigned int)((rows * cols + 8 * 256 - 1) / (8 * 256));
     LAUNCH(bf16_round_kernel, blocks, 256, 0, stream, to, from, rows, cols, ld, packed);
-}
-
-// Bytes of scratch that products keep. The elements of weights and activations do not matter here.
-static inline int64_t matmul_bytes(int64_t weight, int64_t head, int64_t rows, Precision precision) {
-    (void)weight, (void)head, (void)rows, (void)precision;
-    return (int64_t)MATMUL_WORKSPACE;
 }
 
 typedef struct {
@@ -271,6 +270,13 @@ static inline const void *matmul_weight(Weight weight, int K, int M, Stream *str
     else
         bf16_round(copy, weight.full, M, K, K, stream);
     return copy;
+}
+
+// Bytes of the device that a stream keeps for products whose largest weight has so many values: activations and their
+// gradients are read as they are.
+static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads, Precision precision) {
+    (void)inputs, (void)grads, (void)precision;
+    return (int64_t)MATMUL_WORKSPACE + (MATMUL_BF16 ? 2 * weight : 0);
 }
 
 // out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).

@@ -23,13 +23,6 @@
 #define MATMUL_SLICE ((int64_t)4 << 20)
 #endif
 
-// Bytes of scratch that products keep in bf16: copies of a weight and of activations. `weight` elements of the largest
-// weight, head's of one that may be cut into slices, `rows` of inputs and gradients.
-static inline int64_t matmul_bytes(int64_t weight, int64_t head, int64_t rows, Precision precision) {
-    if (head > MATMUL_SLICE) head = MATMUL_SLICE;
-    return precision == PRECISION_BF16 ? 2 * ((weight > head ? weight : head) + rows) : 0;
-}
-
 // to (rows, cols) packed bf16 = from (rows, cols) fp32 with row stride ld. Nearest even; NaN stays NaN.
 static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int64_t cols, int64_t ld, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)
@@ -189,6 +182,11 @@ static inline Operand matmul_weight(Weight weight, int64_t m, int64_t rows, int6
 
 static inline int64_t matmul_slice(int64_t M, int64_t K) {
     return M * K <= MATMUL_SLICE ? M : MATMUL_SLICE / K > 0 ? MATMUL_SLICE / K : 1;
+}
+
+// Bytes of bf16 copies that a stream keeps for products of at most so many values each.
+static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads, Precision precision) {
+    return precision == PRECISION_BF16 ? 2 * ((weight < MATMUL_SLICE ? weight : MATMUL_SLICE) + inputs + grads) : 0;
 }
 
 // out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).

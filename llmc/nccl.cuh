@@ -31,7 +31,7 @@
 typedef struct {
     int n_devices;
     ncclComm_t comm[NCCL_MAX_DEVICES];
-    cudaStream_t cuda[NCCL_MAX_DEVICES]; // sums only
+    cudaStream_t cuda[NCCL_MAX_DEVICES]; // sums only, before the backward's blocks that wait for a place
     cudaEvent_t ready[NCCL_MAX_DEVICES]; // the bucket's gradients are there
     cudaEvent_t done[NCCL_MAX_DEVICES];  // the sums begun so far are
 } Nccl;
@@ -60,12 +60,13 @@ static inline void nccl_destroy(Nccl *nccl) {
 }
 
 static inline int nccl_start(Nccl *nccl) {
-    int devices[NCCL_MAX_DEVICES], before;
+    int devices[NCCL_MAX_DEVICES], before, least, first;
     CUDA_CHECK(cudaGetDevice(&before));
     for (int i = 0; i < nccl->n_devices; i++) {
         devices[i] = i;
         CUDA_CHECK(cudaSetDevice(i));
-        CUDA_CHECK(cudaStreamCreateWithFlags(&nccl->cuda[i], cudaStreamNonBlocking));
+        CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &first));
+        CUDA_CHECK(cudaStreamCreateWithPriority(&nccl->cuda[i], cudaStreamNonBlocking, first));
         CUDA_CHECK(cudaEventCreateWithFlags(&nccl->ready[i], cudaEventDisableTiming));
         CUDA_CHECK(cudaEventCreateWithFlags(&nccl->done[i], cudaEventDisableTiming));
     }

@@ -12,13 +12,13 @@
 #include "response.h" // response_of
 
 // One thread a value, a few hundred of them.
-__global__ void spectral_response_kernel(float *d, const float *s, int r, float tau, int relative) {
+__global__ static void spectral_response_kernel(float *d, const float *s, int r, float tau, int relative) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < r) d[i] = response_of(s[i], relative ? tau * s[0] : tau);
 }
 
 // middle (r,r) [i,j] *= d[i] * d[j]. One thread a value; 8 bytes each, d comes from the caches.
-__global__ void spectral_middle_kernel(float *middle, const float *d, int r) {
+__global__ static void spectral_middle_kernel(float *middle, const float *d, int r) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (int64_t)r * r) middle[i] *= d[i / r] * d[i % r];
 }

@@ -7,6 +7,7 @@
 #define EMULATOR_CUSOLVERDN_H
 
 #include <cuda_runtime.h> // cudaStream_t
+#include <math.h>         // isfinite
 #include <stddef.h>       // size_t
 
 #include "library.h" // is_device, enqueue
@@ -63,6 +64,13 @@ static inline int emu_solver_vector(const void *data, int n) {
     return n > 0 && emu::is_device(data, sizeof(float) * (size_t)n);
 }
 
+// Values that the iterations end on; on others the library may go on for ever.
+static inline void emu_solver_finite(const float *A, int rows, int cols, int ld, const char *call) {
+    for (int col = 0; col < cols; col++)
+        for (int row = 0; row < rows; row++)
+            if (!isfinite(A[(size_t)col * (size_t)ld + (size_t)row])) emu::die("%s is given infinity or NaN", call);
+}
+
 static inline cusolverStatus_t cusolverDnSgesvd_bufferSize(cusolverDnHandle_t handle, int m, int n, int *lwork) {
     float answer, none = 0.0f;
     int query = -1, info = 0;
@@ -81,8 +89,10 @@ static inline cusolverStatus_t cusolverDnSgesvd(cusolverDnHandle_t handle, signe
         !emu_solver_matrix(VT, n, n, ldvt) || !emu_solver_vector(S, n) || !emu_solver_vector(work, lwork) ||
         (n > 1 && !emu_solver_vector(rwork, n - 1)) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
-    emu::enqueue(handle->stream,
-                 [=] { sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1); });
+    emu::enqueue(handle->stream, [=] {
+        emu_solver_finite(A, m, n, lda, "cusolverDnSgesvd");
+        sgesvd_("S", "S", &m, &n, A, &lda, S, U, &ldu, VT, &ldvt, work, &lwork, info, 1, 1);
+    });
     return CUSOLVER_STATUS_SUCCESS;
 }
 
@@ -146,6 +156,7 @@ static inline cusolverStatus_t cusolverDnSsyevd(cusolverDnHandle_t handle, cusol
         !emu_solver_vector(work, lwork) || !emu_solver_vector(info, 1))
         return CUSOLVER_STATUS_INVALID_VALUE;
     emu::enqueue(handle->stream, [=] {
+        emu_solver_finite(A, n, n, lda, "cusolverDnSsyevd");
         ssyevd_("V", uplo == CUBLAS_FILL_MODE_LOWER ? "L" : "U", &n, A, &lda, W, work, &floats, (int *)(work + floats),
                 &integers, info, 1, 1);
     });

@@ -33,6 +33,8 @@ static void nccl_step(Nccl *nccl, NcclWorker *workers, Stream *const *streams) {
         float *values[NCCL_TEST_DEVICES];
         for (int i = 0; i < nccl->n_devices; i++) {
             values[i] = workers[i].grads + first[bucket];
+            for (int wait = 0; wait < 16; wait++) // a long backward, so that a hasty sum comes before its end
+                device_zero(values[i], sizeof(float) * (size_t)count[bucket], streams[i]);
             device_copy(values[i], workers[i].fresh + first[bucket], sizeof(float) * (size_t)count[bucket], streams[i]);
         }
         check(nccl_sum(nccl, values, count[bucket], streams) == 0, "%s", error_message);
