@@ -134,10 +134,13 @@ inline void check_words(const char *name, const void *value, size_t n_bytes) {
 
 template <class T> void check_argument(const char *name, const T &value) {
     static_assert(std::is_trivially_copyable<T>::value, "kernel arguments are copied as bytes");
-    if constexpr (std::is_pointer<T>::value)
+    if constexpr (std::is_pointer<T>::value) {
         check_pointer(name, (const void *)value);
-    else if constexpr (std::is_class<T>::value)
-        check_words(name, &value, sizeof value);
+    } else if constexpr (std::is_class<T>::value) {
+        T copy = value;
+        __builtin_clear_padding(&copy); // what lies there may be part of an old pointer
+        check_words(name, &copy, sizeof copy);
+    }
 }
 
 // Kernel<<<grid, shape, dynamic_bytes, stream>>>(values...)
