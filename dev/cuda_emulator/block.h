@@ -41,7 +41,7 @@ struct Thread {
     uint3 index;
     unsigned lane;
     Warp *warp;
-    Fiber *fiber; // NULL: unstarted
+    Fiber *fiber; // NULL: unstarted or done
     // while it waits at a collective
     unsigned mask;
     Combine combine;
@@ -76,7 +76,7 @@ struct Block {
 inline Block block;
 inline Thread *current = nullptr;
 
-inline void shuffle_warps() {
+EMU_UNCHECKED inline void shuffle_warps() {
     for (unsigned i = 0; i < block.n_warps; i++) {
         unsigned j = chance_below(i + 1);
         block.order[i] = block.order[j], block.order[j] = i;
@@ -85,7 +85,7 @@ inline void shuffle_warps() {
 }
 
 // Takes a lane that can run out of the warp's sets; NULL if all wait.
-inline Thread *pick_lane(Warp *warp) {
+EMU_UNCHECKED inline Thread *pick_lane(Warp *warp) {
     unsigned candidates = warp->ready | warp->unstarted;
     if (candidates == 0) return nullptr;
     unsigned turned = candidates >> warp->rotate | candidates << ((32 - warp->rotate) & 31);
@@ -95,7 +95,7 @@ inline Thread *pick_lane(Warp *warp) {
     return &warp->threads[lane];
 }
 
-inline Thread *pick_warp() {
+EMU_UNCHECKED inline Thread *pick_warp() {
     for (unsigned i = 0; i < block.n_warps; i++) {
         Warp *warp = &block.warps[block.order[block.next_warp]];
         block.next_warp = block.next_warp + 1 < block.n_warps ? block.next_warp + 1 : 0;
@@ -130,7 +130,7 @@ inline void fiber_main();
 
 // Leaves the current thread, which waits or is done, for the next. A thread that has not started takes over the
 // fiber of one that is done: `parked` says so, and the caller then runs it.
-inline void leave(Thread *next, bool parked) {
+EMU_UNCHECKED inline void leave(Thread *next, bool parked) {
     Fiber *from = current_fiber, *to = &host_fiber;
     if (next != nullptr) {
         current = next;
@@ -146,7 +146,7 @@ inline void leave(Thread *next, bool parked) {
 }
 
 // The current thread waits: others run until it is picked again.
-inline void wait_turn() {
+EMU_UNCHECKED inline void wait_turn() {
     Thread *next = pick_lane(current->warp);
     if (next == nullptr) next = pick_warp();
     if (next == nullptr) die_deadlock();
@@ -154,7 +154,7 @@ inline void wait_turn() {
 }
 
 // Completes the collective of mask if all its lanes have come. `self`, if any, is the running one of them.
-inline bool collective_complete(Warp *warp, unsigned mask, unsigned self) {
+EMU_UNCHECKED inline bool collective_complete(Warp *warp, unsigned mask, unsigned self) {
     unsigned lanes = mask & ~warp->done & warp->lanes;
     if ((warp->collective & lanes) != lanes) return false;
     const Thread *first = &warp->threads[__builtin_ctz(lanes)];
@@ -171,7 +171,7 @@ inline bool collective_complete(Warp *warp, unsigned mask, unsigned self) {
 }
 
 // All lanes of mask call this with the same combine; on return, *operand holds what combine left there.
-inline void collective(unsigned mask, Combine combine, void *operand, const char *what) {
+EMU_UNCHECKED inline void collective(unsigned mask, Combine combine, void *operand, const char *what) {
     Thread *thread = current;
     Warp *warp = thread->warp;
     unsigned self = 1u << thread->lane;
@@ -189,13 +189,13 @@ inline void collective(unsigned mask, Combine combine, void *operand, const char
 }
 
 // The block's barrier; every thread of the block must come, at one place in the source.
-inline void barrier(int predicate, Site site) {
+EMU_UNCHECKED inline void barrier(int predicate, Site site) {
     Thread *thread = current;
     if (block.n_done > 0)
         die("divergent barrier at %s:%d: %u of %u threads have left the kernel", site.file, site.line, block.n_done,
             block.n_threads);
     if (block.n_at_barrier == 0) block.site = site, block.count = 0, block.all = 1, block.any = 0;
-    if (block.site.line != site.line || strcmp(block.site.file, site.file) != 0)
+    if (block.site.line != site.line || (block.site.file != site.file && strcmp(block.site.file, site.file) != 0))
         die("divergent barrier: some threads wait at %s:%d, this one comes to %s:%d", block.site.file, block.site.line,
             site.file, site.line);
     thread->site = site;
@@ -217,13 +217,15 @@ inline void barrier(int predicate, Site site) {
 }
 
 // The current thread has returned from the kernel. Returns on this fiber when there is another thread to start.
-inline void thread_done() {
+EMU_UNCHECKED inline void thread_done() {
     Warp *warp = current->warp;
     if (block.n_at_barrier > 0)
         die("divergent barrier: %u threads wait at %s:%d, this one leaves the kernel", block.n_at_barrier,
             block.site.file, block.site.line);
     block.n_done++;
     warp->done |= 1u << current->lane;
+    current->fiber = nullptr; // as the next block wants to find it
+    if (current->copy_group > 0) current->copies.clear(), current->copy_group = 0;
     for (unsigned rest = warp->collective; rest != 0; rest &= rest - 1) { // they may have waited for this one only
         unsigned lane = (unsigned)__builtin_ctz(rest);
         if (warp->collective >> lane & 1) collective_complete(warp, warp->threads[lane].mask, 0);
@@ -234,7 +236,7 @@ inline void thread_done() {
     leave(next, true);
 }
 
-inline void fiber_main() {
+EMU_UNCHECKED inline void fiber_main() {
     fiber_arrived();
     for (;;) {
         block.body(block.arguments);
@@ -265,12 +267,6 @@ inline void block_run(void (*body)(const void *), const void *arguments) {
         warp->unstarted = warp->lanes;
         warp->ready = warp->collective = warp->barrier = warp->done = 0;
         warp->threads = &block.threads[32 * w];
-    }
-    for (unsigned i = 0; i < block.n_threads; i++) {
-        Thread *thread = &block.threads[i];
-        thread->fiber = nullptr;
-        thread->copies.clear();
-        thread->copy_group = 0;
     }
     shuffle_warps();
     current = nullptr;

@@ -212,6 +212,7 @@ inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 // Asking goes on with the work, so that a loop that asks ends.
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::recursive_mutex> guard(emu::lock);
+    emu::Opening opening(0);
     if (event->done < event->recorded) emu::run_one();
     return event->done >= event->recorded ? cudaSuccess : cudaErrorNotReady;
 }
@@ -219,6 +220,7 @@ inline cudaError_t cudaEventQuery(cudaEvent_t event) {
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     std::lock_guard<std::recursive_mutex> guard(emu::lock);
     stream = emu::stream_of(stream);
+    emu::Opening opening(0);
     if (!stream->queue.empty()) emu::run_one();
     return stream->queue.empty() ? cudaSuccess : cudaErrorNotReady;
 }
@@ -245,9 +247,8 @@ typedef void (*cudaHostFn_t)(void *);
 
 inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
     emu::enqueue(stream, [=] {
-        emu::protect(emu::ALL_DEVICES, PROT_NONE);
+        emu::set_open(0);
         function(argument);
-        emu::protect(emu::opened, PROT_READ | PROT_WRITE);
     });
     return cudaSuccess;
 }

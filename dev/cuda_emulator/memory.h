@@ -30,7 +30,6 @@ struct Arena {
 inline std::recursive_mutex lock;
 inline Arena arenas[MAX_DEVICES];
 inline std::map<char *, size_t> pinned; // host memory that device code may touch: start -> bytes
-inline int n_open = 0;                  // nested openings
 inline unsigned opened = 0;             // a bit for each device whose memory is open
 
 inline int device_count() {
@@ -115,17 +114,23 @@ inline void protect(unsigned devices, int protection) {
                 die("mprotect of device memory failed");
 }
 
-// While one of these lives, the memory of the given devices is open.
+// Opens the memory of these devices and closes that of the others.
+inline void set_open(unsigned devices) {
+    if (devices == opened) return;
+    install_handler();
+    protect(devices & ~opened, PROT_READ | PROT_WRITE);
+    protect(opened & ~devices, PROT_NONE);
+    opened = devices;
+}
+
+// While one of these lives, the memory of the given devices is open too.
 struct Opening {
-    unsigned before;
-    explicit Opening(unsigned devices) : before(opened) {
-        install_handler();
-        protect(devices & ~before, PROT_READ | PROT_WRITE);
-        opened |= devices;
+    unsigned before = opened;
+    explicit Opening(unsigned devices) {
+        set_open(before | devices);
     }
     ~Opening() {
-        protect(opened & ~before, PROT_NONE);
-        opened = before;
+        set_open(before);
     }
     Opening(const Opening &) = delete;
 };
@@ -143,6 +148,7 @@ inline void *arena_alloc(int device, size_t n_bytes) {
         if (base == MAP_FAILED) die("no addresses for device memory");
         const char *text = getenv("EMU_MEMORY_MB");
         arena->base = (char *)base;
+        madvise(base, ARENA_BYTES, MADV_HUGEPAGE); // opening and closing goes by page; no matter if refused
         arena->limit = (text != nullptr ? strtoull(text, nullptr, 0) : 16384) << 20;
     }
     if (n_bytes > arena->limit - arena->used) return nullptr;

@@ -76,7 +76,7 @@ inline bool can_run(const EmuStream *stream) {
     return true;
 }
 
-// Does one piece of queued work; false if there is none.
+// Does one piece of queued work; false if there is none. Leaves the memory open that it has used.
 inline bool run_one() {
     std::vector<EmuStream *> candidates;
     bool left = false;
@@ -92,7 +92,7 @@ inline bool run_one() {
     Work work = std::move(stream->queue.front());
     stream->queue.pop_front();
     if (work.run) {
-        Opening opening(1u << stream->device);
+        set_open(1u << stream->device);
         work.run();
     }
     return true;
@@ -100,6 +100,7 @@ inline bool run_one() {
 
 // Works until done() holds.
 template <class Done> void run_until(Done done) {
+    Opening opening(0); // closes when all is done
     while (!done())
         if (!run_one()) die("waits for work that nobody has queued");
 }
