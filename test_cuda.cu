@@ -5,6 +5,7 @@
 // How to add a test: a header dev/cuda_tests/<op>.h with static void test_cuda_<op>(void); below, its include and its
 // line in the table. The CPU's op is included within `namespace cpu { }`, the CUDA one outside; headers that both need
 // (shapes, keys, conversions) come before, here. See dev/cuda_tests/emulator.h for a small one.
+#define TESTING // small shapes meet the limits of large ones
 #include "dev/cuda_tests/harness.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -15,10 +16,15 @@
 #include "dev/cuda_tests/codec.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
+#include "dev/cuda_tests/linalg.h"
 #include "dev/cuda_tests/mask.h"
+#include "dev/cuda_tests/matmul.h"
+#include "dev/cuda_tests/nccl.h"
 #include "dev/cuda_tests/outer.h"
+#include "dev/cuda_tests/powersgd.h"
 #include "dev/cuda_tests/rmsnorm.h"
 #include "dev/cuda_tests/rope.h"
+#include "dev/cuda_tests/spectral.h"
 #include "dev/cuda_tests/swiglu.h"
 #include "dev/cuda_tests/vector.h"
 
@@ -26,17 +32,14 @@ static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
-    {"emulator", test_cuda_emulator},
-    {"adamw", test_cuda_adamw},
-    {"codec", test_cuda_codec},
-    {"cross_entropy", test_cuda_cross_entropy},
-    {"embedding", test_cuda_embedding},
-    {"mask", test_cuda_mask},
-    {"outer", test_cuda_outer},
-    {"rmsnorm", test_cuda_rmsnorm},
-    {"rope", test_cuda_rope},
-    {"swiglu", test_cuda_swiglu},
-    {"vector", test_cuda_vector},
+    {"emulator", test_cuda_emulator},   {"adamw", test_cuda_adamw},
+    {"codec", test_cuda_codec},         {"cross_entropy", test_cuda_cross_entropy},
+    {"embedding", test_cuda_embedding}, {"linalg", test_cuda_linalg},
+    {"mask", test_cuda_mask},           {"matmul", test_cuda_matmul},
+    {"nccl", test_cuda_nccl},           {"outer", test_cuda_outer},
+    {"powersgd", test_cuda_powersgd},   {"rmsnorm", test_cuda_rmsnorm},
+    {"rope", test_cuda_rope},           {"spectral", test_cuda_spectral},
+    {"swiglu", test_cuda_swiglu},       {"vector", test_cuda_vector},
 };
 
 #ifdef CUDA_EMULATOR
@@ -83,6 +86,9 @@ static double seconds(void) {
 }
 
 int main(int argc, char **argv) {
+#ifdef CUDA_EMULATOR
+    if (getenv("EMU_DEVICES") == NULL) emu::n_devices = 3; // sums over devices take as many
+#endif
     need(stream_create(&test_stream, PRECISION_BF16, 1), "start");
     need(cpu::stream_create(&test_cpu_stream, cpu::PRECISION_FP32, 1), "start");
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {

@@ -329,11 +329,11 @@ static void attention_cases(Precision precision) {
     static const struct {
         AttentionShape s;
         int backward;
-    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0}, 1},
-                 {{1, 17, 17, 6, 3, 10, 0, 0}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0}, 1},
-                 {{2, 130, 130, 6, 2, 20, 0, 0}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0}, 0},
-                 {{1, 65, 65, 2, 2, 96, 0, 0}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0}, 0},
-                 {{1, 3, 131, 4, 2, 10, 0, 0}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0}, 0}};
+    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0, NULL}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0, NULL}, 1},
+                 {{1, 17, 17, 6, 3, 10, 0, 0, NULL}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0, NULL}, 1},
+                 {{2, 130, 130, 6, 2, 20, 0, 0, NULL}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0, NULL}, 0},
+                 {{1, 65, 65, 2, 2, 96, 0, 0, NULL}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0, NULL}, 0},
+                 {{1, 3, 131, 4, 2, 10, 0, 0, NULL}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0, NULL}, 0}};
     Stream *stream = test_stream(precision, 2);
     double tol = precision == PRECISION_BF16 ? 1e-2 : 1e-6;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -379,7 +379,7 @@ static void test_attention(void) {
 
 // The backward at sizes where differences are too slow: T 200 over four blocks against a plain float64 backward.
 static void attention_backward_blocks(Precision precision, double tol) {
-    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32}; // one joint row, as in training
+    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32, NULL}; // one joint row, as in training
     int QKV = s.q_stride, T = s.Tk, A = s.NH * s.HD, KV = s.NKV * s.HD, group = s.NH / s.NKV;
     int64_t n = (int64_t)s.B * T * QKV, n_out = (int64_t)s.B * T * A;
     float *x = random_values(n, 10, 1.0f), *dout = random_values(n_out, 11, 1.0f), *out = guarded(n_out);
@@ -432,6 +432,91 @@ static void attention_backward_blocks(Precision precision, double tol) {
 static void test_attention_backward_blocks(void) {
     attention_backward_blocks(PRECISION_FP32, 2e-6);
     attention_backward_blocks(PRECISION_BF16, 1e-2);
+}
+
+// Packed documents against the plain float64 attention of each document on its own, forward and backward (by its
+// differences: the gradient of a document knows nothing of its neighbours). Documents of one token, documents that end
+// on a block's edge and that span blocks; queries fewer than keys, whose first document began before them.
+// Must fail for: starts left out, the starts of another sequence, off by one, dk of skipped blocks left as it was.
+static void attention_documents_case(AttentionShape s, const int *lengths, int backward, Precision precision) {
+    double tol = precision == PRECISION_BF16 ? 1e-2 : 2e-6;
+    int A = s.NH * s.HD, KV = s.NKV * s.HD, QKV = A + 2 * KV, skipped = s.Tk - s.Tq;
+    int64_t n = (int64_t)s.B * s.Tk * QKV, n_out = (int64_t)s.B * s.Tq * A;
+    float *x = random_values(n, 14, 1.0f), *dout = random_values(n_out, 15, 1.0f), *out = guarded(n_out);
+    float *lse = guarded((int64_t)s.B * s.NH * s.Tq), *dx = guarded(n);
+    float *expected = (float *)malloc(sizeof(float) * (size_t)n), *wanted = (float *)malloc(sizeof(float) * (size_t)n);
+    double *wide = (double *)malloc(sizeof(double) * (size_t)n);
+    int32_t *starts = (int32_t *)malloc(sizeof(int32_t) * (size_t)s.B * (size_t)s.Tk);
+    Stream *stream = test_stream(precision, 2);
+    for (int b = 0; b < s.B; b++) {
+        for (int start = 0, i = b; start < s.Tk; start += lengths[i++]) { // other sequences: other documents
+            int length = lengths[i] < s.Tk - start ? lengths[i] : s.Tk - start;
+            int queries = start + length <= skipped ? 0 : start < skipped ? start + length - skipped : length;
+            AttentionShape one = {1, queries, length, s.NH, s.NKV, s.HD, A, KV, NULL};
+            int64_t row = (int64_t)b * s.Tk + start, first = length - queries;
+            int64_t out_row = row + first - (int64_t)skipped * (b + 1); // of its first query
+            float *part = (float *)malloc(sizeof(float) * (size_t)length * (size_t)QKV), *k = part + queries * A;
+            for (int t = 0; t < length; t++) {
+                const float *from = x + (row + t) * QKV;
+                starts[row + t] = start;
+                if (t >= first) memcpy(part + (t - first) * A, from, sizeof(float) * (size_t)A);
+                memcpy(k + t * KV, from + A, sizeof(float) * (size_t)KV);
+                memcpy(k + (length + t) * KV, from + A + KV, sizeof(float) * (size_t)KV);
+            }
+            int64_t n_part = queries * A + 2 * length * KV;
+            for (int64_t j = 0; j < n_part; j++) wide[j] = (double)part[j];
+            double *result = (double *)malloc(sizeof(double) * (size_t)(queries * A + 1));
+            attention_reference(result, wide, &one);
+            for (int j = 0; j < queries * A; j++) expected[out_row * A + j] = (float)result[j];
+            free(result);
+            if (backward) {
+                AttentionCase context = {one, dout + out_row * A};
+                Objective objective = {attention_objective, &context};
+                float *grad = (float *)malloc(sizeof(float) * (size_t)n_part);
+                numeric_gradient(grad, part, n_part, objective);
+                for (int t = 0; t < length; t++) {
+                    float *to = wanted + (row + t) * QKV;
+                    memcpy(to, grad + t * A, sizeof(float) * (size_t)A);
+                    memcpy(to + A, grad + length * A + t * KV, sizeof(float) * (size_t)KV);
+                    memcpy(to + A + KV, grad + length * A + (length + t) * KV, sizeof(float) * (size_t)KV);
+                }
+                free(grad);
+            }
+            free(part);
+        }
+    }
+    float *q = (float *)malloc(sizeof(float) * (size_t)s.B * (size_t)s.Tq * (size_t)QKV); // the rows that ask
+    for (int b = 0; b < s.B; b++)
+        memcpy(q + (size_t)b * s.Tq * QKV, x + ((size_t)b * s.Tk + skipped) * QKV,
+               sizeof(float) * (size_t)s.Tq * (size_t)QKV);
+    s.q_stride = QKV, s.kv_stride = QKV, s.starts = starts;
+    attention_forward(out, lse, q, x + A, x + A + KV, s, stream);
+    check_close(out, expected, n_out, tol, "out");
+    if (backward) {
+        attention_backward(dx, dx + A, dx + A + KV, dout, out, lse, q, x + A, x + A + KV, s, stream);
+        check_close(dx, wanted, n, tol, "dqkv");
+    }
+    release(out, n_out, "out");
+    release(lse, (int64_t)s.B * s.NH * s.Tq, "lse");
+    release(dx, n, "dqkv");
+    free(x);
+    free(dout);
+    free(expected);
+    free(wanted);
+    free(wide);
+    free(starts);
+    free(q);
+    stream_destroy(stream);
+}
+
+static void test_attention_documents(void) {
+    static const int few[] = {1, 3, 2, 7, 1, 1, 4, 9, 9}, blocks[] = {64, 1, 63, 70, 40, 200, 200};
+    for (int precision = 0; precision < 2; precision++) {
+        attention_documents_case((AttentionShape){2, 17, 17, 4, 2, 6, 0, 0, NULL}, few, 1, (Precision)precision);
+        attention_documents_case((AttentionShape){1, 150, 150, 1, 1, 2, 0, 0, NULL}, blocks, 1, (Precision)precision);
+        attention_documents_case((AttentionShape){2, 230, 230, 4, 2, 10, 0, 0, NULL}, blocks, 0, (Precision)precision);
+        attention_documents_case((AttentionShape){2, 5, 230, 2, 1, 8, 0, 0, NULL}, blocks, 0, (Precision)precision);
+    }
 }
 
 // Matrix products at odd sizes, all three directions, overwriting and adding, fp32 and bf16, weights cut into slices.
@@ -664,7 +749,7 @@ static void threads_agree(Precision precision) {
     };
     static const int threads[] = {1, 2, 3, 5};
     enum { TOTAL = N * QKV + N * A + N * C + C + N * V + N };
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     float *qkv = random_values(N * QKV, 40, 1.0f), *dout = random_values(N * A, 41, 1.0f), *lse = guarded(N * NH);
     float *x = random_values(N * C, 42, 1.0f), *grad = random_values(N * C, 43, 1.0f), *rstd = guarded(N);
     float *weight = random_values(C, 44, 1.0f), *logits = random_values(N * V, 45, 1.0f), *out = guarded(N * C);
@@ -937,7 +1022,7 @@ static void test_model_variants(void) {
         stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
         check(loss == other_loss && memcmp(plain.stage.grads, other.stage.grads, sizeof(float) * (size_t)n) == 0,
               "--recompute changes the bits");
-        check(other.stage.acts_floats < plain.stage.acts_floats, "--recompute saves nothing");
+        check(other.stage.acts_bytes < plain.stage.acts_bytes, "--recompute saves nothing");
         fixture_close(&other);
         if (fixture_open(&other, names[i], 1, 0, PRECISION_FP32, 2)) return;
         for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
@@ -2111,7 +2196,9 @@ static double residual(const float *A, const float *U, const float *s, const flo
 
 static float *random_orthonormal(int m, int r, uint32_t sub) {
     float *Q = random_values((int64_t)m * r, sub, 1.0f);
-    check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
+    stream_destroy(stream);
     return Q;
 }
 
@@ -2147,6 +2234,7 @@ static void *svd_job(void *argument) {
 
 // The whole factorization: odd shapes, both orientations, ranks that are short, sizes far from 1, wrong values.
 static void svd_full_cases(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
     static const struct {
         int m, n, rank; // rank 0: full
         float scale;
@@ -2164,27 +2252,66 @@ static void svd_full_cases(void) {
         }
         float *U = guarded(m * k), *s = guarded(k), *V = guarded(n * k), *before = guarded(m * n);
         memcpy(before, A, sizeof(float) * (size_t)(m * n));
-        check(svd_full(U, s, V, A, m, n) == 0, "%s", error_message);
+        check(svd_full(U, s, V, A, m, n, stream) == 0, "%s", error_message);
         check(memcmp(before, A, sizeof(float) * (size_t)(m * n)) == 0, "A was changed");
         check_factors(A, U, s, V, m, n, k, 0.0, "svd_full");
         if (rank > 0) check(s[rank - 1] > 1e-2f * s[0] && s[rank] <= 1e-6f * s[0], "rank %d is not found", rank);
         A[m * n - 1] = i % 2 ? NAN : -INFINITY;
-        check_error(svd_full(U, s, V, A, m, n), "infinite or NaN", "a matrix that is not finite");
+        check_error(svd_full(U, s, V, A, m, n, stream), "infinite or NaN", "a matrix that is not finite");
         release(U, m * k, "U");
         release(s, k, "s");
         release(V, n * k, "V");
         release(before, m * n, "before");
         free(A);
     }
+    stream_destroy(stream);
+}
+
+// Eigenvalues of symmetric matrices, definite and not, of short rank, far from 1; values above the diagonal that
+// contradict those below are not looked at.
+static void eigh_cases(void) {
+    static const struct {
+        int n, rank; // rank 0: a random symmetric matrix, of both signs
+        float scale;
+    } cases[] = {{1, 0, 1}, {2, 0, 1}, {17, 0, 1}, {65, 0, 1e-12f}, {40, 40, 1}, {33, 3, 1}, {9, 0, 0.0f}};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int n = cases[i].n, rank = cases[i].rank;
+        float *A = random_values(n * n, 308, cases[i].scale), *V = guarded(n * n), *w = guarded(n);
+        if (rank > 0) {
+            float *side = random_values(n * rank, 309, 1.0f);
+            compose(A, side, NULL, side, n, n, rank);
+            free(side);
+        }
+        float *symmetric = guarded(n * n), *before = guarded(n * n);
+        for (int row = 0; row < n; row++)
+            for (int col = 0; col < n; col++) symmetric[row * n + col] = A[row >= col ? row * n + col : col * n + row];
+        memcpy(before, A, sizeof(float) * (size_t)(n * n));
+        check(eigh(V, w, A, n, stream) == 0, "%s", error_message);
+        check(memcmp(before, A, sizeof(float) * (size_t)(n * n)) == 0, "A was changed");
+        for (int j = 1; j < n; j++) check(w[j - 1] >= w[j], "w does not descend");
+        check(orthonormality_error(V, n, n) <= 3e-6, "V^T V - I %.3g", orthonormality_error(V, n, n));
+        check(residual(symmetric, V, w, V, n, n, n) <= 2e-6, "residual %.3g", residual(symmetric, V, w, V, n, n, n));
+        if (rank > 0 && rank < n) check(w[rank - 1] > 1e-2f * w[0] && fabsf(w[rank]) <= 1e-6f * w[0], "rank %d", rank);
+        A[n * n - 1] = i % 2 ? NAN : INFINITY;
+        check_error(eigh(V, w, A, n, stream), "infinite or NaN", "a matrix that is not finite");
+        release(V, n * n, "V");
+        release(w, n, "w");
+        release(symmetric, n * n, "symmetric");
+        release(before, n * n, "before");
+        free(A);
+    }
+    stream_destroy(stream);
 }
 
 static void orthonormalize_cases(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
     static const int shapes[][2] = {{1, 1}, {5, 1}, {17, 17}, {130, 33}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         int m = shapes[i][0], r = shapes[i][1], n = m * r;
         float *A = random_values(n, 303, 1e-5f), *Q = guarded(n), *projected = guarded(n), *inner = guarded(r * r);
         memcpy(Q, A, sizeof(float) * (size_t)n);
-        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
         check(orthonormality_error(Q, m, r) <= 3e-6, "Q^T Q - I %.3g", orthonormality_error(Q, m, r));
         for (int a = 0; a < r; a++) { // inner (r,r) = A^T Q: lower triangular, as Q's first columns span A's first ones
             for (int b = 0; b < r; b++) {
@@ -2197,15 +2324,16 @@ static void orthonormalize_cases(void) {
         compose(projected, Q, NULL, inner, m, r, r);
         check_close(projected, A, n, 2e-6, "Q R");
         for (int j = 0; j < n; j++) Q[j] = i % 2 ? 0.0f : A[j / r * r]; // zero, or one column r times
-        check(orthonormalize(Q, m, r) == 0, "%s", error_message);
+        check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
         check(orthonormality_error(Q, m, r) <= 3e-6, "dependent: Q^T Q - I %.3g", orthonormality_error(Q, m, r));
         Q[n - 1] = NAN;
-        check_error(orthonormalize(Q, m, r), "infinite or NaN", "NaN");
+        check_error(orthonormalize(Q, m, r, stream), "infinite or NaN", "NaN");
         release(Q, n, "Q");
         release(projected, n, "projected");
         release(inner, r * r, "inner");
         free(A);
     }
+    stream_destroy(stream);
 }
 
 // Truncated: against the spectrum a matrix was made with, through both ways; threads and repetitions give the same
@@ -2272,7 +2400,7 @@ static void svd_warm_case(void) {
     for (int visit = 0; visit < VISITS; visit++) {
         float *drift = random_values(M * N, 310 + (uint32_t)visit, 1e-4f), *all = guarded(M * N + N + N * N);
         for (int j = 0; j < M * N; j++) A[j] += drift[j];
-        check(svd_full(all, all + M * N, all + M * N + N, A, M, N) == 0, "%s", error_message);
+        check(svd_full(all, all + M * N, all + M * N + N, A, M, N, stream) == 0, "%s", error_message);
         double beyond = 0.0, total = 0.0;
         for (int j = 0; j < N; j++) {
             double square = (double)all[M * N + j] * (double)all[M * N + j];
@@ -2301,6 +2429,7 @@ static void svd_warm_case(void) {
 
 static void test_svd(void) {
     svd_full_cases();
+    eigh_cases();
     orthonormalize_cases();
     svd_truncated_cases();
     svd_warm_case();
@@ -2339,20 +2468,22 @@ static void response_cases(void) {
     static const float s[] = {INFINITY, 1e30f, 1.0f, 1e-3f, 1e-30f, 1e-44f, 0.0f, -1.0f, NAN};
     enum { R = sizeof s / sizeof *s };
     static const float pair[] = {4.0f, 1.0f};
-    float *d = guarded(R), relative[2];
-    spectral_response(d, s, R, 1e-3f, 0);
+    float *d = guarded(R), relative[2] = {NAN, NAN};
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    spectral_response(d, s, R, 1e-3f, 0, stream);
     for (int i = 0; i < R; i++) {
         double expected = s[i] > 0.0f && isfinite(s[i]) ? (double)s[i] / ((double)s[i] + (double)1e-3f) : s[i] > 0.0f;
         check(d[i] >= 0.0f && d[i] < 1.0f, "the response to %g is %g", (double)s[i], (double)d[i]);
         check(fabs((double)d[i] - expected) <= 1.2e-7 * expected + 1e-45, "response %g, %g", (double)d[i], expected);
     }
-    spectral_response(relative, pair, 2, 0.5f, 1); // tau is half of s_0
+    spectral_response(relative, pair, 2, 0.5f, 1, stream); // tau is half of s_0
     check(fabsf(relative[0] - 2.0f / 3.0f) < 1e-6f && fabsf(relative[1] - 1.0f / 3.0f) < 1e-6f, "relative: %g, %g",
           (double)relative[0], (double)relative[1]);
-    spectral_response(relative, s + 6, 2, 0.5f, 1);
+    spectral_response(relative, s + 6, 2, 0.5f, 1, stream);
     check(relative[0] == 0.0f && relative[1] == 0.0f, "of a zero matrix: %g, %g", (double)relative[0],
           (double)relative[1]);
     release(d, R, "d");
+    stream_destroy(stream);
 }
 
 // Tall, wide, square, full rank and less, thread counts. Must fail for: U and V swapped, d once instead of twice, alpha
@@ -2371,7 +2502,7 @@ static void test_spectral_filter(void) {
         float *V = random_orthonormal(n, r, 322), *s = random_values(r, 323, 1e-3f), *d = guarded(r);
         float *expected = guarded(m * n), *unset = guarded(r), *bits[2];
         Stream *streams[2] = {test_stream(PRECISION_BF16, 1), test_stream(PRECISION_FP32, 2)};
-        spectral_response(d, s, r, 1e-3f, 0);
+        spectral_response(d, s, r, 1e-3f, 0, streams[0]);
         for (int a = 0; a < r; a++) d[a] = 0.1f + 0.9f * d[a]; // half of s is negative
         filter_reference(expected, grad, U, d, V, m, n, r, (double)alpha);
         for (int t = 0; t < 2; t++) {
@@ -2391,7 +2522,7 @@ static void test_spectral_filter(void) {
         }
         if (r == 1 && alpha == 0.0f && k > 1) { // one direction in, one direction out
             float *all = guarded(m * k + k + n * k), *values = all + m * k;
-            check(svd_full(all, values, values + k, bits[1], m, n) == 0, "%s", error_message);
+            check(svd_full(all, values, values + k, bits[1], m, n, streams[1]) == 0, "%s", error_message);
             check(values[0] > 0.0f && values[1] <= 1e-6f * values[0], "rank 1: %g, %g", (double)values[0],
                   (double)values[1]);
             release(all, m * k + k + n * k, "all");
@@ -2438,8 +2569,8 @@ static void test_spectral_reference(void) {
             snprintf(key, sizeof key, "%s.after.%d", names[i], step);
             float *expected = dump_values(&dump, "", key, &count);
             for (int64_t j = 0; j < count; j++) momentum[j] = 0.9f * momentum[j] + 0.1f * anchor[j];
-            check(svd_full(U, s, V, momentum, m, n) == 0, "%s", error_message);
-            spectral_response(d, s, k, 1e-3f, 0);
+            check(svd_full(U, s, V, momentum, m, n, stream) == 0, "%s", error_message);
+            spectral_response(d, s, k, 1e-3f, 0, stream);
             check(d[0] > 0.9f && d[k - 1] < 0.2f, "the filter does nothing here: %g .. %g", (double)d[0],
                   (double)d[k - 1]);
             spectral_filter(grad, U, d, V, m, n, k, 0.3f, stream);
@@ -2479,7 +2610,7 @@ static void power_round(PowerCase *c, float *const delta[WORKERS], int feedback,
         powersgd_left(P, delta[w], c->Q, m, n, r, stream);
         for (int i = 0; i < m * r; i++) c->P[i] += P[i] / WORKERS;
     }
-    check(orthonormalize(c->P, m, r) == 0, "%s", error_message);
+    check(orthonormalize(c->P, m, r, stream) == 0, "%s", error_message);
     for (int j = 0; j < n * r; j++) c->Q[j] = 0.0f;
     for (int w = 0; w < WORKERS; w++) {
         own[w] = guarded(n * r);
@@ -2521,7 +2652,7 @@ static void test_powersgd(void) {
         float *sent = guarded(count), *due = guarded(count), *whole = guarded(count);
         double early = 0.0, share = 1.0;
         Stream *stream = test_stream(PRECISION_BF16, 2);
-        powersgd_init(c.Q, n, r, 7, (uint32_t)i);
+        check(powersgd_init(c.Q, n, r, 7, (uint32_t)i, stream) == 0, "%s", error_message);
         for (int w = 0; w < WORKERS; w++) c.error[w] = guarded(count);
         for (int j = 0; j < count; j++) sent[j] = due[j] = 0.0f;
         for (int round = 0; round < (full ? 3 : ROUNDS); round++) {
@@ -2919,7 +3050,44 @@ static void test_anchor_rank(void) {
     mesh_run_close(full);
 }
 
-// Resumed or not, same bits: masks, anchor in flight, outer steps in flight.
+// The step lines of a run's log without what a clock on the wall has to do with; the caller frees them.
+static json_t *logged_steps(const char *run) {
+    char path[PATH_MAX], *line = NULL;
+    size_t room = 0;
+    json_t *steps = json_array();
+    snprintf(path, sizeof path, "%s/log.jsonl", scratch_path(run));
+    FILE *log = fopen(path, "r");
+    while (log != NULL && getline(&line, &room, log) > 0) {
+        json_t *step = json_loads(line, 0, NULL);
+        json_object_del(step, "tok_s");
+        json_object_del(step, "elapsed");
+        if (json_object_get(step, "anchor") != NULL) json_object_del(json_object_get(step, "anchor"), "seconds");
+        if (json_object_get(step, "loss") != NULL) json_array_append(steps, step);
+        json_decref(step);
+    }
+    if (log != NULL) fclose(log);
+    free(line);
+    return steps;
+}
+
+static void check_same_history(const char *a, const char *b, const char *what) {
+    char path[512];
+    json_t *x = logged_steps(a), *y = logged_steps(b);
+    check(json_array_size(x) == 11 && json_equal(x, y), "%s: the logs of %s and %s differ", what, a, b);
+    json_decref(x);
+    json_decref(y);
+    snprintf(path, sizeof path, "%s/latest/run.json", a);
+    x = json_load_file(scratch_path(path), 0, NULL);
+    snprintf(path, sizeof path, "%s/latest/run.json", b);
+    y = json_load_file(scratch_path(path), 0, NULL);
+    const json_t *cells = json_object_get(x, "cells"), *others = json_object_get(y, "cells");
+    check(json_array_size(cells) >= 2 && json_equal(cells, others), "%s: run.json has other cells", what);
+    check(json_equal(json_object_get(x, "averages_begun"), json_object_get(y, "averages_begun")), "%s: averages", what);
+    json_decref(x);
+    json_decref(y);
+}
+
+// Resumed or not, same bits: masks, anchor in flight, outer steps in flight; and the same history, simulated time too.
 static void test_mesh_resume(void) {
     static const char *const variants[] = {"-p 0.5 -x 2 -y 3 --anchor-delay 3",
                                            "-p 0.5 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --overlap 2",
@@ -2928,9 +3096,10 @@ static void test_mesh_resume(void) {
     char command[1024], a[256], b[256];
     write_corpus();
     for (int i = 0; i < 4; i++) {
-        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/m%d", variants[i], i);
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/m%d", variants[i], i);
         check_run(0, NULL, command, "done: 11 steps");
-        snprintf(command, sizeof command, DEEP "-n 11 %s -o @/n%d --stop-after 5", variants[i], i);
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/n%d --stop-after 5",
+                 variants[i], i);
         check_run(0, NULL, command, "--resume");
         snprintf(command, sizeof command, "-o @/n%d --resume", i);
         check_run(0, NULL, command, "done: 11 steps");
@@ -2941,6 +3110,9 @@ static void test_mesh_resume(void) {
             check(exists == (f < 2 || (f == 2 ? i >= 1 : i < 2)), "%s: %s", variants[i], files[f]);
             if (exists) check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
         }
+        snprintf(a, sizeof a, "m%d", i);
+        snprintf(b, sizeof b, "n%d", i);
+        check_same_history(a, b, variants[i]);
     }
     check_run(1, NULL, "-o @/m0 --resume -n 20 -x 4", "the run had");
 }
@@ -3188,6 +3360,133 @@ static void test_anchor_update(void) {
     mesh_run_close(run);
 }
 
+// A whole step of the program with the filter, from the raw gradient to the new weights, in double. Two runs are equal
+// until the first factors come; there one lets the gradient pass (alpha 1), so that it can be read, the other filters.
+// Must fail for: a filter after AdamW's moments, moments of the raw gradient, factors of the wrong matrix or stage.
+static void test_filtered_step(void) {
+#define FILTERED DEEP "-n 100 --precision fp32 --wire fp32 -p 0.5 -x 2 -y 2 --anchor-delay 3 --anchor-rank 6 -l 1e-2 "
+    enum { STEPS = 3 }; // before the first filtered one
+    const double b1 = 0.9, b2 = 0.999, alpha = 0.3, tau = 1e-3, wd = 0.01;
+    write_corpus();
+    MeshRun *raw = mesh_run_open(FILTERED "--alpha 1"), *run = mesh_run_open(FILTERED "--alpha 0.3");
+    for (int step = 0; step < STEPS; step++) {
+        mesh_run_step(raw);
+        mesh_run_step(run);
+    }
+    for (int s = 0; s < 2; s++) {
+        Cell *cell = mesh_cell(&run->trainer.mesh, 0, s), *other = mesh_cell(&raw->trainer.mesh, 0, s);
+        size_t n_bytes = sizeof(float) * (size_t)cell->stage.arena_floats;
+        check(memcmp(cell->stage.params, other->stage.params, n_bytes) == 0, "the runs differ before the filter");
+    }
+    Stage *stages[2] = {&mesh_cell(&run->trainer.mesh, 0, 0)->stage, &mesh_cell(&run->trainer.mesh, 0, 1)->stage};
+    float *before[2][3];
+    for (int s = 0; s < 2; s++) {
+        const float *arenas[3] = {stages[s]->params, stages[s]->m, stages[s]->v};
+        for (int a = 0; a < 3; a++) {
+            before[s][a] = (float *)malloc(sizeof(float) * (size_t)stages[s]->arena_floats);
+            memcpy(before[s][a], arenas[a], sizeof(float) * (size_t)stages[s]->arena_floats);
+        }
+    }
+    mesh_run_step(raw);
+    mesh_run_step(run);
+    check(run->result.delivered && run->trainer.anchor.delivered == 0, "the factors of step 0 are not there");
+    for (int s = 0; s < 2; s++) {
+        const Stage *stage = stages[s], *unfiltered = &mesh_cell(&raw->trainer.mesh, 0, s)->stage;
+        double norm = mesh_cell(&raw->trainer.mesh, 0, s)->grad_norm, lr = (double)run->result.lr;
+        double clip = norm > 1.0 ? 1.0 / (norm + 1e-6) : 1.0;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            const Factor *f = &run->trainer.anchor.sets[run->trainer.anchor.front].of[tensor->index];
+            int n = tensor->n_dims == 2 ? (int)tensor->shape[1] : 1, r = tensor->block ? f->r : 0;
+            const float *grad = unfiltered->grads + tensor->offset;
+            double *middle = (double *)calloc((size_t)r * (size_t)r + 1, sizeof(double));
+            float *moved = (float *)malloc(sizeof(float) * (size_t)tensor->n), *expected = guarded(tensor->n);
+            for (int a = 0; a < r; a++)
+                for (int b = 0; b < r; b++)
+                    for (int64_t i = 0; i < tensor->n; i++)
+                        middle[a * r + b] += (double)f->u[i / n * r + a] * grad[i] * f->v[i % n * r + b];
+            for (int64_t i = 0; i < tensor->n; i++) {
+                double passed = 0.0;
+                for (int a = 0; a < r; a++)
+                    for (int b = 0; b < r; b++)
+                        passed += (double)f->u[i / n * r + a] * (f->s[a] / (f->s[a] + tau)) * middle[a * r + b] *
+                                  (f->s[b] / (f->s[b] + tau)) * f->v[i % n * r + b];
+                double g = clip * (r > 0 ? alpha * grad[i] + (1.0 - alpha) * passed : (double)grad[i]);
+                int64_t at = tensor->offset + i;
+                double m = b1 * before[s][1][at] + (1.0 - b1) * g, v = b2 * before[s][2][at] + (1.0 - b2) * g * g;
+                double hat = sqrt(v / (1.0 - pow(b2, STEPS + 1))) + 1e-8;
+                double step = -lr * m / (1.0 - pow(b1, STEPS + 1)) / hat;
+                if (tensor->n_dims == 2) step -= lr * wd * (double)before[s][0][at];
+                expected[i] = (float)step;
+                moved[i] = (float)((double)stage->params[at] - (double)before[s][0][at]);
+            }
+            check_close(moved, expected, tensor->n, 2e-4, tensor->name); // weights of 1 in fp32 move by 1e-2
+            release(expected, tensor->n, "expected");
+            free(moved);
+            free(middle);
+        }
+        for (int a = 0; a < 3; a++) free(before[s][a]);
+    }
+    mesh_run_close(raw);
+    mesh_run_close(run);
+}
+
+// What bf16 takes from a replica's share of an average comes with its next one: (1 - mix) of it, as of all that is left
+// out. Vectors exactly; of matrices the last one averaged, whose P still lies where it was exchanged: what is kept is
+// delta - P Q^T with the Q that travels. Must fail for: the Q that does not.
+static void test_wire_feedback(void) {
+    enum { RANK = 5 };
+    write_corpus();
+    MeshRun *run =
+        mesh_run_open(DEEP "-n 100 --precision fp32 --clip 0 -l 1e-2 -x 2 -y 1 --local-steps 2 --fragments 1 "
+                           "--overlap 1 --mix 0.25 --powersgd-rank 5");
+    mesh_run_step(run);
+    mesh_run_step(run); // the average has begun, nothing is merged
+    for (int r = 0; r < 2; r++) {
+        const Stage *stage = &mesh_cell(&run->trainer.mesh, r, 0)->stage;
+        int lost = 0;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            for (int64_t i = tensor->offset; i < tensor->offset + tensor->n && tensor->n_dims == 1; i++) {
+                float delta = stage->global[i] - stage->params[i], kept = stage->error[i];
+                float expected = 0.75f * (delta - float_of_bf16(bf16_of_float(delta)));
+                check(kept == expected, "%s: %g is kept, not %g", tensor->name, (double)kept, (double)expected);
+                lost += kept != 0.0f;
+            }
+        }
+        check(lost > 0, "no vector lost anything");
+        const Tensor *tensor = &stage->tensors[stage->n_tensors - 1];
+        const float *P = run->trainer.mesh.exchange + r * run->trainer.mesh.exchange_floats;
+        int m = (int)tensor->shape[0], n = (int)tensor->shape[1];
+        double *delta = (double *)malloc(sizeof(double) * (size_t)tensor->n);
+        float *expected = guarded(tensor->n), *kept = guarded(tensor->n);
+        check(tensor->n_dims == 2 && powersgd_rank(tensor, RANK) == RANK, "%s", tensor->name);
+        for (int64_t i = 0; i < tensor->n; i++)
+            delta[i] = (double)(stage->global[tensor->offset + i] - stage->params[tensor->offset + i]);
+        for (int j = 0; j < n; j++) {
+            double exact[RANK], sent[RANK];
+            for (int k = 0; k < RANK; k++) {
+                exact[k] = 0.0;
+                for (int i = 0; i < m; i++) exact[k] += delta[i * n + j] * (double)P[i * RANK + k];
+                sent[k] = (double)float_of_bf16(bf16_of_float((float)exact[k]));
+            }
+            for (int i = 0; i < m; i++) {
+                double with = 0.0, without = 0.0;
+                for (int k = 0; k < RANK; k++)
+                    with += (double)P[i * RANK + k] * sent[k], without += (double)P[i * RANK + k] * exact[k];
+                kept[i * n + j] =
+                    stage->error[tensor->offset + i * n + j] - 0.75f * (float)(delta[i * n + j] - without);
+                expected[i * n + j] = (float)(0.75 * (without - with));
+            }
+        }
+        check_close(kept, expected, tensor->n, 0.05, "what bf16 took from Q"); // a Q on the brink rounds the other way
+        free(delta);
+        release(expected, tensor->n, "expected");
+        release(kept, tensor->n, "kept");
+    }
+    mesh_run_close(run);
+}
+
 // An anchor beside the fast circuit takes nothing of its threads.
 static void test_anchor_threads(void) {
     write_corpus();
@@ -3207,6 +3506,11 @@ static void test_probe(void) {
     mesh_run_step(masked);
     check(fabs(whole->result.probe[0] - 1.0) < 1e-9, "cosine with itself: %g", whole->result.probe[0]);
     check(masked->result.probe[0] > 0.05 && masked->result.probe[0] < 0.999, "masked: %g", masked->result.probe[0]);
+    check(masked->result.probe[2] == masked->result.probe[1], "no filter, and yet %g", masked->result.probe[2]);
+    MeshRun *dense = mesh_run_open(DEEP QUIET "-x 2 -y 3 --dp dense --probe 1");
+    mesh_run_step(dense); // a replica's own gradient is compared, not the average of all
+    check(fabs(dense->result.probe[2] - 1.0) < 1e-9, "of one replica: %g", dense->result.probe[2]);
+    mesh_run_close(dense);
     mesh_run_close(whole);
     mesh_run_close(masked);
 }
@@ -3396,7 +3700,7 @@ static void test_estimate(void) {
                       stage_plan(&stage, 2, 512, 1, recompute) == 0,
                   "%s", error_message);
             check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
-            check_within(e.cells[0].act_bytes, 4.0 * (double)stage.acts_floats, 0.005, "activations");
+            check_within(e.cells[0].act_bytes, (double)stage.acts_bytes, 0.005, "activations");
             check(e.cells[0].n_params == stage.n_params && e.total_bytes == 0.0, "%s: %lld parameters, %g bytes sent",
                   models[i], (long long)e.cells[0].n_params, e.total_bytes);
             int64_t vectors = (2 * changed.config.n_layers + 1) * (int64_t)changed.config.channels;
@@ -3894,6 +4198,25 @@ static void test_mesh_clock(void) {
     mesh_run_step(run);
     check(fabs(mesh_now(mesh) - 2.0 * expected) < 1e-7 * expected, "two steps: %.9f s", mesh_now(mesh));
     mesh_run_close(run);
+    // the filter: 4 m n r + 4 r^2 min(m,n) of each matrix, at the end of the second step; rank 3 of (C 24, KV 12, F 40)
+    run = mesh_run_open(DEEP QUIET "-b 2 -x 2 -y 2 -p 0.5 --anchor-delay 1 --device-tflops 1e-6");
+    mesh_run_step(run);
+    mesh_run_step(run);
+    double once = 4.0 * 3 * 24 * (2 * 24 + 2 * 12 + 3 * 40) + 4.0 * 9 * (2 * 24 + 2 * 12 + 3 * 24);
+    expected = 2.0 * 3.0 * flops / 1e6 + mesh_cell(&run->trainer.mesh, 0, 0)->stage.n_layers * once / 1e6;
+    check(fabs(mesh_now(&run->trainer.mesh) - expected) < 1e-7 * expected, "filtered: %.9f s, by hand %.9f s",
+          mesh_now(&run->trainer.mesh), expected);
+    mesh_run_close(run);
+    // PowerSGD: 8 m n r of each matrix, by each replica
+    run = mesh_run_open(DEEP QUIET "-b 2 -x 2 -y 1 --local-steps 1 --powersgd-rank 2 --device-tflops 1e-6");
+    const Stage *stage = &mesh_cell(&run->trainer.mesh, 0, 0)->stage;
+    mesh_run_step(run);
+    expected = 3.0 * stage_flops(stage, 32, 16) / 1e6;
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (stage->tensors[i].n_dims == 2) expected += 8.0 * 2 * (double)stage->tensors[i].n / 1e6;
+    check(fabs(mesh_now(&run->trainer.mesh) - expected) < 1e-7 * expected, "averaged: %.9f s, by hand %.9f s",
+          mesh_now(&run->trainer.mesh), expected);
+    mesh_run_close(run);
 }
 
 static const struct {
@@ -3910,6 +4233,7 @@ static const struct {
     {"matmul", test_matmul},
     {"attention", test_attention},
     {"attention_backward_blocks", test_attention_backward_blocks},
+    {"attention_documents", test_attention_documents},
     {"swiglu", test_swiglu},
     {"cross_entropy", test_cross_entropy},
     {"adamw", test_adamw},
@@ -3960,6 +4284,8 @@ static const struct {
     {"mesh_clock", test_mesh_clock},
     {"outer_steps", test_outer_steps},
     {"anchor_update", test_anchor_update},
+    {"filtered_step", test_filtered_step},
+    {"wire_feedback", test_wire_feedback},
     {"anchor_threads", test_anchor_threads},
 };
 

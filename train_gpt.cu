@@ -48,6 +48,7 @@
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
 #include "llmc/model_file.h"
+#include "llmc/outer.h"
 #include "llmc/partition.h"
 #include "llmc/powersgd.h"
 #include "llmc/rand.h"
@@ -236,6 +237,7 @@ typedef enum {
 typedef struct Stage {
     struct Stage *next;
     Config config;
+    Stream *stream;            // who moves its memory, from stage_alloc on
     int first_layer, n_layers; // of the model's
     int has_embed, has_head;
     int64_t A, QKV;
@@ -253,8 +255,8 @@ typedef struct Stage {
     int max_B, max_T, slots, recompute, training, n_moments;
     int meets;     // keeps the state of outer steps
     int unrounded; // keeps no bf16 copy of its weights: other cells need the memory
-    floatX *acts_arena;
-    int64_t acts_floats;
+    void *acts_arena;
+    int64_t acts_bytes;
     LayerActs *acts; // (slots, n_layers)
     floatX *last;    // (N, C) output of the last layer
     floatX *normed;  // (N, C)
@@ -394,66 +396,74 @@ static int logits_chunk(const Config *config, int64_t N) {
 
 // Hands out pieces of an arena, or only counts when base is NULL.
 typedef struct {
-    float *base;
+    char *base;
     int64_t used;
 } Carver;
 
-static float *carve(Carver *carver, int64_t n) {
-    float *piece = carver->base != NULL ? carver->base + carver->used : NULL;
-    int64_t taken = round_up(n, DEVICE_ALIGN / 4) + DEVICE_GAP / 4;
-    if (piece != NULL) device_forbid(piece + n, (size_t)(taken - n) * sizeof(float));
+static void *carve(Carver *carver, int64_t n, size_t size) {
+    char *piece = carver->base != NULL ? carver->base + carver->used : NULL;
+    int64_t n_bytes = n * (int64_t)size, taken = round_up(n_bytes, DEVICE_ALIGN) + DEVICE_GAP;
+    if (piece != NULL) device_forbid(piece + n_bytes, (size_t)(taken - n_bytes));
     carver->used += taken;
     return piece;
+}
+
+static floatX *carve_x(Carver *carver, int64_t n) {
+    return (floatX *)carve(carver, n, sizeof(floatX));
+}
+
+static float *carve_f(Carver *carver, int64_t n) {
+    return (float *)carve(carver, n, sizeof(float));
 }
 
 static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int64_t N) {
     const Config *config = &stage->config;
     int64_t C = config->channels, F = config->ffn;
-    acts->norm1 = carve(carver, N * C);
-    acts->qkv = carve(carver, N * stage->QKV);
-    acts->att = carve(carver, N * stage->A);
-    acts->mid = carve(carver, N * C);
-    acts->norm2 = carve(carver, N * C);
-    acts->gate_up = carve(carver, N * 2 * F);
-    acts->hidden = carve(carver, N * F);
-    acts->lse = carve(carver, N * config->heads);
-    acts->rstd1 = carve(carver, N);
-    acts->rstd2 = carve(carver, N);
+    acts->norm1 = carve_x(carver, N * C);
+    acts->qkv = carve_x(carver, N * stage->QKV);
+    acts->att = carve_x(carver, N * stage->A);
+    acts->mid = carve_x(carver, N * C);
+    acts->norm2 = carve_x(carver, N * C);
+    acts->gate_up = carve_x(carver, N * 2 * F);
+    acts->hidden = carve_x(carver, N * F);
+    acts->lse = carve_f(carver, N * config->heads);
+    acts->rstd1 = carve_f(carver, N);
+    acts->rstd2 = carve_f(carver, N);
 }
 
-// Lays out (base != NULL) or counts the activations; returns floats. One set of a layer's inner activations is enough
+// Lays out (base != NULL) or counts the activations; returns bytes. One set of a layer's inner activations is enough
 // for inference and for --recompute.
-static int64_t stage_carve(Stage *stage, float *base) {
+static int64_t stage_carve(Stage *stage, void *base) {
     const Config *config = &stage->config;
     int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels, F = config->ffn;
     int shared = stage->recompute || !stage->training;
-    Carver carver = {base, 0};
+    Carver carver = {(char *)base, 0};
     for (int i = 0; i < stage->slots * stage->n_layers; i++) {
         LayerActs *acts = &stage->acts[i];
         if (i == 0 || !shared)
             carve_layer(&carver, acts, stage, N);
         else
             *acts = stage->acts[0];
-        acts->x = i < 2 || stage->training ? carve(&carver, N * C) : stage->acts[i - 2].x; // inference: two take turns
+        acts->x = i < 2 || stage->training ? carve_x(&carver, N * C) : stage->acts[i - 2].x; // inference: two in turn
     }
-    stage->last = carve(&carver, N * C);
+    stage->last = carve_x(&carver, N * C);
     if (stage->has_head) {
-        stage->normed = carve(&carver, N * C);
-        stage->rstd = carve(&carver, N);
+        stage->normed = carve_x(&carver, N * C);
+        stage->rstd = carve_f(&carver, N);
         stage->logits_rows = logits_chunk(config, N);
-        stage->logits = carve(&carver, (int64_t)stage->logits_rows * config->vocab);
-        stage->losses = carve(&carver, N);
-        stage->targets = (int32_t *)(void *)carve(&carver, N);
+        stage->logits = carve_x(&carver, (int64_t)stage->logits_rows * config->vocab);
+        stage->losses = carve_f(&carver, N);
+        stage->targets = (int32_t *)carve(&carver, N, sizeof(int32_t));
     }
-    stage->rope_cos = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
-    stage->rope_sin = carve(&carver, (int64_t)stage->max_T * config->head_dim / 2);
-    if (stage->has_embed) stage->tokens = (uint32_t *)(void *)carve(&carver, stage->slots * N);
-    stage->positions = (int32_t *)(void *)carve(&carver, N);
+    stage->rope_cos = carve_f(&carver, (int64_t)stage->max_T * config->head_dim / 2);
+    stage->rope_sin = carve_f(&carver, (int64_t)stage->max_T * config->head_dim / 2);
+    if (stage->has_embed) stage->tokens = (uint32_t *)carve(&carver, stage->slots * N, sizeof(uint32_t));
+    stage->positions = (int32_t *)carve(&carver, N, sizeof(int32_t));
     if (stage->training) {
-        stage->d.dx = carve(&carver, N * C);
-        stage->d.dnorm = carve(&carver, N * C);
-        stage->d.dhidden = carve(&carver, N * (F > stage->A ? F : stage->A));
-        stage->d.dwide = carve(&carver, N * (2 * F > stage->QKV ? 2 * F : stage->QKV));
+        stage->d.dx = carve_x(&carver, N * C);
+        stage->d.dnorm = carve_x(&carver, N * C);
+        stage->d.dhidden = carve_x(&carver, N * (F > stage->A ? F : stage->A));
+        stage->d.dwide = carve_x(&carver, N * (2 * F > stage->QKV ? 2 * F : stage->QKV));
     }
     return carver.used;
 }
@@ -467,17 +477,6 @@ typedef struct {
     int64_t params, rounded, grads, moments, outer, acts, scratch;
 } StageBytes;
 
-// Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
-static int64_t memory_limit(void) {
-    int64_t memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    long long limit;
-    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
-    if (file == NULL) return memory;
-    if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < memory) memory = limit;
-    fclose(file);
-    return memory;
-}
-
 static int64_t stage_bytes_sum(const StageBytes *bytes) {
     return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->outer + bytes->acts + bytes->scratch;
 }
@@ -488,17 +487,17 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     const Config *config = &stage->config;
     int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
     int64_t floats = stage->arena_floats, T = stage->max_T;
-    AttentionShape shape = {stage->max_B, (int)T, (int)T, config->heads, config->kv_heads, config->head_dim, 0, 0};
+    AttentionShape shape = {stage->max_B,     (int)T, (int)T, config->heads, config->kv_heads,
+                            config->head_dim, 0,      0,      NULL};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
-    int64_t weight = larger(larger(2 * F * C, stage->QKV * C), V * C < MATMUL_SLICE ? V * C : MATMUL_SLICE);
+    int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    int64_t operands = 2 * (weight + N * larger(larger(C, F), stage->A) + (stage->training ? wide : 0));
-    StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_floats * 4, attention};
+    StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_bytes, attention};
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->meets) bytes.outer = floats * 16;
-    if (precision == PRECISION_BF16) bytes.scratch += operands;
+    bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     if (precision == PRECISION_BF16 && stage->training && !stage->unrounded &&
-        stage_bytes_sum(&bytes) + floats * 2 <= memory_limit() / 4 * 3)
+        stage_bytes_sum(&bytes) + floats * 2 <= device_memory() / 4 * 3)
         bytes.rounded = floats * 2;
     return bytes;
 }
@@ -511,7 +510,7 @@ static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     free(stage->acts);
     stage->acts = (LayerActs *)calloc(n, sizeof(LayerActs));
     if (stage->acts == NULL) return error_set("out of memory for %zu layers", n);
-    stage->acts_floats = stage_carve(stage, NULL);
+    stage->acts_bytes = stage_carve(stage, NULL);
     return 0;
 }
 
@@ -534,6 +533,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     float inv_freq[2048];
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
     StageBytes plan = stage_bytes(stage, stream->precision, stream->threads);
+    stage->stream = stream;
     stage->params = (float *)device_alloc(bytes);
     if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
@@ -548,7 +548,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
         stage->error = (float *)device_alloc(bytes), stage->pending = (float *)device_alloc(bytes);
         if (stage->global == NULL || stage->outer == NULL || stage->error == NULL || stage->pending == NULL) return -1;
     }
-    stage->acts_arena = (floatX *)device_alloc(sizeof(float) * (size_t)stage->acts_floats);
+    stage->acts_arena = device_alloc((size_t)stage->acts_bytes);
     if (stage->acts_arena == NULL) return -1;
     stage_carve(stage, stage->acts_arena);
     stage->staging = (float *)malloc(sizeof(float) * STAGING);
@@ -593,7 +593,7 @@ static void stage_init(Stage *stage, uint64_t seed) {
                 for (int64_t k = j; k < j + 4 && k < n; k++)
                     stage->staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
             }
-            device_copy(stage->params + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n);
+            device_copy(stage->params + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n, stage->stream);
         }
     }
 }
@@ -632,17 +632,27 @@ static int model_match(const Stage *model, const ModelFile *file) {
     return 0;
 }
 
-// Copies a file's tensor into an arena at the table's place; check: refuses values that are not finite.
-static int stage_read_tensor(Stage *stage, float *arena, const Tensor *tensor, const SafeTensor *from, int check) {
-    for (int64_t at = 0; at < tensor->n; at += STAGING) {
-        int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
-        if (safetensor_read(stage->staging, from, at, n)) return -1;
-        for (int64_t j = 0; check && j < n; j++)
+// to (n) in tensor memory = a file's tensor, through the stage's staging buffer; check: refuses values that are not
+// finite.
+static int stage_read(Stage *stage, float *to, int64_t n, const SafeTensor *from, int check) {
+    for (int64_t at = 0; at < n; at += STAGING) {
+        int64_t count = n - at < STAGING ? n - at : STAGING;
+        if (safetensor_read(stage->staging, from, at, count)) return -1;
+        for (int64_t j = 0; check && j < count; j++)
             if (!isfinite(stage->staging[j]))
                 return error_set("%s: element %lld is %g", from->name, (long long)(at + j), (double)stage->staging[j]);
-        device_copy(arena + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n);
+        device_copy(to + at, stage->staging, sizeof(float) * (size_t)count, stage->stream);
     }
     return 0;
+}
+
+// Appends n values in tensor memory to a file's current tensor.
+static void stage_append(const Stage *stage, SafeTensorsWriter *writer, const float *from, int64_t n, Dtype dtype) {
+    for (int64_t at = 0; at < n; at += STAGING) {
+        int64_t count = n - at < STAGING ? n - at : STAGING;
+        device_copy(stage->staging, from + at, sizeof(float) * (size_t)count, stage->stream);
+        safetensors_append(writer, stage->staging, count, dtype);
+    }
 }
 
 // Copies the weights of a matched file into the parameters.
@@ -653,7 +663,7 @@ static int model_load(Stage *model, const ModelFile *file, int check) {
             const char *path = "";
             char reason[ERROR_MAX];
             const SafeTensor *from = model_file_find(file, tensor_source(tensor, file), &path);
-            if (stage_read_tensor(stage, stage->params, tensor, from, check) == 0) continue;
+            if (stage_read(stage, stage->params + tensor->offset, tensor->n, from, check) == 0) continue;
             memcpy(reason, error_message, sizeof reason);
             return error_set("%.400s: %.500s", path, reason);
         }
@@ -670,12 +680,7 @@ static int model_put_arena(SafeTensorsWriter *writer, int begun, const Stage *mo
             const Tensor *tensor = &stage->tensors[i];
             snprintf(name, sizeof name, "%s%s", prefix, tensor->name);
             if (!begun && safetensors_declare(writer, name, dtype, tensor->shape, tensor->n_dims)) return -1;
-            for (int64_t at = 0; begun && at < tensor->n; at += STAGING) {
-                int64_t count = tensor->n - at < STAGING ? tensor->n - at : STAGING;
-                device_copy(stage->staging, stage_arena(stage, arena) + tensor->offset + at,
-                            sizeof(float) * (size_t)count);
-                safetensors_append(writer, stage->staging, count, dtype);
-            }
+            if (begun) stage_append(stage, writer, stage_arena(stage, arena) + tensor->offset, tensor->n, dtype);
         }
     }
     return 0;
@@ -762,23 +767,24 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
     matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, 0, stream);
     rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     const floatX *k = acts->qkv + A, *v = k + KV;
     if (cache != NULL) {
         floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
         for (int t = 0; t < T; t++)
-            device_copy(rows + (size_t)(cache->used + t) * 2 * KV, k + (size_t)t * QKV, sizeof(floatX) * 2 * KV);
+            device_copy(rows + (size_t)(cache->used + t) * 2 * KV, k + (size_t)t * QKV, sizeof(floatX) * 2 * KV,
+                        stream);
         shape.Tk = cache->used + T, shape.kv_stride = 2 * KV;
         k = rows, v = rows + KV;
     }
     attention_forward(acts->att, acts->lse, acts->qkv, k, v, shape, stream);
-    device_copy(acts->mid, acts->x, sizeof(floatX) * (size_t)N * C);
+    device_copy(acts->mid, acts->x, sizeof(floatX) * (size_t)N * C, stream);
     matmul_forward(acts->mid, acts->att, stage_weight(stage, w->o), N, A, C, 1, stream);
     rmsnorm_forward(acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, C, config->norm_eps, stream);
     matmul_forward(acts->gate_up, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, 0, stream);
     swiglu_forward(acts->hidden, acts->gate_up, N, F, stream);
     if (out == NULL) return; // recomputing: the output is known
-    device_copy(out, acts->mid, sizeof(floatX) * (size_t)N * C);
+    device_copy(out, acts->mid, sizeof(floatX) * (size_t)N * C, stream);
     matmul_forward(out, acts->hidden, stage_weight(stage, w->down), N, F, C, 1, stream);
 }
 
@@ -789,7 +795,7 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     const floatX *q = acts->qkv;
     matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
@@ -815,7 +821,7 @@ static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B,
     rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
-        device_copy(kept, tokens, sizeof *tokens * (size_t)N);
+        device_copy(kept, tokens, sizeof *tokens * (size_t)N, stream);
         embedding_forward(acts[0].x, kept, stage->p.embed, N, C, stream);
     }
     for (int l = 0; l < L; l++)
@@ -843,7 +849,7 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, 
         if (stage->next == NULL) break;
         floatX *to = stage_input(stage->next, 0);
         if (pass == NULL)
-            device_copy(to, stage->last, sizeof(floatX) * (size_t)N * C);
+            device_copy(to, stage->last, sizeof(floatX) * (size_t)N * C, stream);
         else if (pass(context, boundary, to, stage->last, N, C, stream))
             stream->failed = 1;
     }
@@ -857,7 +863,7 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, 
 static double head_loss(Stage *stage, const int32_t *targets, int N, int backward, float scale, int first,
                         Stream *stream) {
     int C = stage->config.channels, V = stage->config.vocab;
-    device_copy(stage->targets, targets, sizeof *targets * (size_t)N);
+    device_copy(stage->targets, targets, sizeof *targets * (size_t)N, stream);
     for (int n = 0; n < N; n += stage->logits_rows) {
         int rows = N - n < stage->logits_rows ? N - n : stage->logits_rows;
         floatX *normed = stage->normed + (size_t)n * C;
@@ -870,7 +876,7 @@ static double head_loss(Stage *stage, const int32_t *targets, int N, int backwar
     double sum = 0.0;
     for (int n = 0; n < N; n += (int)STAGING) { // rows in order: the sum has one value
         int rows = N - n < (int)STAGING ? N - n : (int)STAGING;
-        device_copy(stage->staging, stage->losses + n, sizeof(float) * (size_t)rows);
+        device_copy(stage->staging, stage->losses + n, sizeof(float) * (size_t)rows, stream);
         for (int i = 0; i < rows; i++) sum += (double)stage->staging[i];
     }
     return sum;
@@ -883,7 +889,7 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, Stre
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
     if (stage->has_head) {
-        device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C);
+        device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
         rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C,
                          stream);
     }
@@ -903,7 +909,7 @@ static void stage_begin(Stage *stage, Stream *stream) {
     stage_round(stage, stream);
     for (int i = 0; i < stage->n_tensors; i++)
         if (stage->tensors[i].accumulated)
-            device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n);
+            device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n, stream);
 }
 
 // The sequences of one optimizer step.
@@ -1075,10 +1081,11 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(length + 1));
     Candidate *work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
     float *logits = (float *)malloc(sizeof(float) * (size_t)V);
+    floatX *row = (floatX *)malloc(sizeof(floatX) * (size_t)V);
     KvCache cache = {NULL, T_max, 0};
     cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)model->config.n_layers * (size_t)T_max * 2 *
                                         (size_t)config_kv_dim(&model->config));
-    if (tokens == NULL || work == NULL || logits == NULL || cache.rows == NULL) {
+    if (tokens == NULL || work == NULL || logits == NULL || row == NULL || cache.rows == NULL) {
         result = error_set("out of memory for generation");
     } else {
         if (tokenizer->bos >= 0) tokens[n++] = (uint32_t)tokenizer->bos;
@@ -1095,7 +1102,8 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
                        stage_weight(last, last->p.head), 1, model->config.channels, V, 0, stream);
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
-        device_copy(logits, last->logits, sizeof(float) * (size_t)V);
+        device_copy(row, last->logits, sizeof(floatX) * (size_t)V, stream);
+        for (int v = 0; v < V; v++) logits[v] = (float)row[v];
         int id = sample_token(logits, V, opts->temperature, opts->top_p, u, work);
         if (id < 0) result = -1;
         if (id < 0 || id == tokenizer->eos) break;
@@ -1105,6 +1113,7 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
         tokens[0] = (uint32_t)id, n = 1;
     }
     device_free(cache.rows);
+    free(row);
     free(logits);
     free(work);
     free(tokens);
@@ -1168,7 +1177,7 @@ static void mesh_free(Mesh *mesh) {
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
-        free(mesh->cells[i].powersgd_q);
+        device_free(mesh->cells[i].powersgd_q);
         free(mesh->cells[i].merge_at);
     }
     for (int i = 0; i < n_links && mesh->forward != NULL && mesh->backward != NULL; i++) {
@@ -1181,7 +1190,7 @@ static void mesh_free(Mesh *mesh) {
     free(mesh->backward);
     free(mesh->meeting);
     free(mesh->message);
-    free(mesh->exchange);
+    device_free(mesh->exchange);
     memset(mesh, 0, sizeof *mesh);
 }
 
@@ -1249,8 +1258,8 @@ static void mesh_spread(Mesh *mesh) {
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Stage *stage = &mesh->cells[i].stage, *first = &mesh_cell(mesh, 0, mesh->cells[i].index)->stage;
         size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
-        if (stage != first) device_copy(stage->params, first->params, n_bytes);
-        if (stage->meets) device_copy(stage->global, first->params, n_bytes);
+        if (stage != first) device_copy(stage->params, first->params, n_bytes, stage->stream);
+        if (stage->meets) device_copy(stage->global, first->params, n_bytes, stage->stream);
     }
 }
 
@@ -1457,19 +1466,20 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
         for (int t = 0; t < stage->n_tensors; t++) largest = larger(largest, stage->tensors[t].n);
         if (!stage->meets) continue;
         int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
-        cell->powersgd_q = (float *)malloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
+        cell->powersgd_q = (float *)device_alloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
         cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
         if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->n_dims != 2) continue;
-            powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
-                          powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index);
+            if (powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
+                              powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index, mesh->stream))
+                return -1;
         }
     }
     if (mesh->n_replicas == 1) return 0;
     mesh->exchange_floats = largest;
-    mesh->exchange = (float *)malloc(sizeof(float) * (size_t)largest * (size_t)mesh->n_replicas);
+    mesh->exchange = (float *)device_alloc(sizeof(float) * (size_t)largest * (size_t)mesh->n_replicas);
     if (mesh->exchange == NULL) return error_set("out of memory for averages");
     if (mesh->message_bytes >= 4 * largest) return 0;
     free(mesh->message);
@@ -1488,21 +1498,19 @@ static double cell_send_behind(Mesh *mesh, Cell *cell, int64_t n_bytes) {
     return arrival;
 }
 
-// Averages rows x cols floats over the replicas of a stage: values[r] in, the same bytes for all out. The owner
-// receives from all, adds in the order of the replicas (its own values go through the wire's rounding too), and sends
-// the mean back.
-static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, int rows, int cols, int orthonormal) {
-    CodecContext plain;
+// Averages n floats over the replicas of a stage: values[r] in, the same bytes for all out. The owner receives from
+// all, adds in the order of the replicas (its own values go through the wire's rounding too), and sends the mean back,
+// with rows > 0 made orthonormal as a (rows, n/rows) matrix.
+static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, int64_t n, int rows) {
+    const Codec *codec = &mesh->codec;
+    Stream *stream = mesh->stream;
     int R = mesh->n_replicas;
-    memset(&plain, 0, sizeof plain);
     for (int r = 0; r < R; r++) {
         Cell *cell = mesh_cell(mesh, r, stage);
-        int64_t n_bytes =
-            codec_encode(&mesh->codec, &plain, values[r], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
+        int64_t n_bytes = codec_encode_fp32(codec, values[r], n, mesh->message, mesh->message_bytes, stream);
         if (n_bytes < 0) return -1;
         if (r == owner) {
-            if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
-                return -1;
+            if (codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream)) return -1;
         } else if (link_send(mesh_meeting(mesh, stage, r, owner), mesh->message, n_bytes,
                              cell_send_behind(mesh, cell, n_bytes))) {
             return -1;
@@ -1515,22 +1523,17 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
         if (r == owner) continue;
         if (link_recv(mesh_meeting(mesh, stage, r, owner), mesh->message, mesh->message_bytes, &n_bytes, &arrival) !=
                 LINK_OK ||
-            codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream))
+            codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream))
             return -1;
         keeper->averaging = fmax(keeper->averaging, arrival);
     }
-    for (int64_t i = 0; i < (int64_t)rows * cols; i++) {
-        float sum = 0.0f;
-        for (int r = 0; r < R; r++) sum += values[r][i];
-        values[owner][i] = sum / (float)R;
-    }
-    if (orthonormal && orthonormalize(values[owner], rows, cols)) return -1;
-    int64_t n_bytes =
-        codec_encode(&mesh->codec, &plain, values[owner], rows, cols, mesh->message, mesh->message_bytes, mesh->stream);
+    vector_mean(values[owner], values, R, n, stream);
+    if (rows > 0 && orthonormalize(values[owner], rows, (int)(n / rows), stream)) return -1;
+    int64_t n_bytes = codec_encode_fp32(codec, values[owner], n, mesh->message, mesh->message_bytes, stream);
     if (n_bytes < 0) return -1;
     for (int r = 0; r < R; r++) {
         Cell *cell = mesh_cell(mesh, r, stage);
-        if (codec_decode(&mesh->codec, &plain, mesh->message, n_bytes, values[r], rows, cols, mesh->stream)) return -1;
+        if (codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream)) return -1;
         if (r == owner) continue;
         cell->averaging = fmax(cell->averaging, cell_send_behind(mesh, keeper, n_bytes));
     }
@@ -1546,17 +1549,10 @@ static int mesh_sum_gradients(Mesh *mesh) {
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             for (int r = 0; r < mesh->n_replicas; r++) {
-                values[r] = mesh->exchange + r * mesh->exchange_floats;
-                device_copy(values[r], mesh_cell(mesh, r, s)->stage.grads + tensor->offset,
-                            sizeof(float) * (size_t)tensor->n);
-                for (int64_t i = 0; i < tensor->n; i++) values[r][i] *= (float)mesh->n_replicas;
+                values[r] = mesh_cell(mesh, r, s)->stage.grads + tensor->offset;
+                vector_scale(values[r], tensor->n, (float)mesh->n_replicas, mesh->stream);
             }
-            if (mesh_average(mesh, s, tensor->index % mesh->n_replicas, values, (int)tensor->shape[0],
-                             tensor->n_dims == 2 ? (int)tensor->shape[1] : 1, 0))
-                return -1;
-            for (int r = 0; r < mesh->n_replicas; r++)
-                device_copy(mesh_cell(mesh, r, s)->stage.grads + tensor->offset, values[r],
-                            sizeof(float) * (size_t)tensor->n);
+            if (mesh_average(mesh, s, tensor->index % mesh->n_replicas, values, tensor->n, 0)) return -1;
         }
         for (int r = 0; r < mesh->n_replicas; r++) {
             Cell *cell = mesh_cell(mesh, r, s);
@@ -1577,7 +1573,19 @@ static int outer_merges(const Outer *outer, int fragment, int64_t done) {
     return outer->begun[fragment] > 0 && done >= outer->begun[fragment] + outer->overlap;
 }
 
+// n values as the wire will round them.
+static void wire_round(Wire wire, float *values, int64_t n, Stream *stream) {
+    if (wire == WIRE_BF16) vector_round_bf16(values, n, stream);
+}
+
+// Multiplications and additions of PowerSGD's four products for one tensor.
+static double powersgd_flops(const Tensor *tensor, int rank) {
+    return tensor->n_dims == 2 ? 8.0 * (double)tensor->n * powersgd_rank(tensor, rank) : 0.0;
+}
+
 // One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
+// What a replica's Q loses on the wire is left out too, so it comes with the next delta; only the rounding of the
+// average on its way back is nobody's.
 static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
     float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
     const Stage *first = &mesh_cell(mesh, 0, s)->stage;
@@ -1589,14 +1597,15 @@ static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
         left[i] = mesh->exchange + i * mesh->exchange_floats, right[i] = cell->powersgd_q + at;
         powersgd_left(left[i], cell->stage.error + tensor->offset, right[i], m, n, r, mesh->stream);
     }
-    if (mesh_average(mesh, s, owner, left, m, r, 1)) return -1;
+    if (mesh_average(mesh, s, owner, left, (int64_t)m * r, m)) return -1;
     for (int i = 0; i < R; i++) {
         Stage *stage = &mesh_cell(mesh, i, s)->stage;
         float *delta = stage->error + tensor->offset;
         powersgd_right(right[i], delta, left[i], m, n, r, mesh->stream);
+        wire_round(mesh->codec.wire, right[i], (int64_t)n * r, mesh->stream);
         powersgd_error(delta, delta, left[i], right[i], m, n, r, mesh->stream);
     }
-    if (mesh_average(mesh, s, owner, right, n, r, 0)) return -1;
+    if (mesh_average(mesh, s, owner, right, (int64_t)n * r, 0)) return -1;
     for (int i = 0; i < R; i++)
         powersgd_expand(mesh_cell(mesh, i, s)->stage.pending + tensor->offset, left[i], right[i], m, n, r,
                         mesh->stream);
@@ -1618,23 +1627,21 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
             for (int r = 0; r < R; r++) {
                 Stage *stage = &mesh_cell(mesh, r, s)->stage;
                 float *error = stage->error + tensor->offset, *global = stage->global + tensor->offset;
-                float *local = stage->params + tensor->offset;
-#pragma omp parallel for simd num_threads(mesh->stream->threads)
-                for (int64_t i = 0; i < tensor->n; i++) error[i] += global[i] - local[i];
+                outer_delta(error, global, stage->params + tensor->offset, tensor->n, mesh->stream);
                 values[r] = stage->pending + tensor->offset;
-                if (tensor->n_dims == 1) device_copy(values[r], error, sizeof(float) * (size_t)tensor->n);
-                if (tensor->n_dims == 1) device_zero(error, sizeof(float) * (size_t)tensor->n);
+                if (mesh->device_flops > 0.0)
+                    clock_compute(&mesh_cell(mesh, r, s)->clock,
+                                  powersgd_flops(tensor, outer->rank) / mesh->device_flops);
+                if (tensor->n_dims == 2) continue;
+                device_copy(values[r], error, sizeof(float) * (size_t)tensor->n, mesh->stream);
+                wire_round(mesh->codec.wire, values[r], tensor->n, mesh->stream);
+                vector_subtract(error, values[r], tensor->n, mesh->stream);
             }
-            if (tensor->n_dims == 1) {
-                if (mesh_average(mesh, s, owner, values, 1, (int)tensor->n, 0)) return -1;
-                continue;
-            }
-            if (mesh_average_matrix(mesh, s, owner, t, outer->rank)) return -1;
-            for (int r = 0; r < R; r++) {
-                float *error = mesh_cell(mesh, r, s)->stage.error + tensor->offset;
-#pragma omp parallel for simd num_threads(mesh->stream->threads)
-                for (int64_t i = 0; i < tensor->n; i++) error[i] *= kept;
-            }
+            if (tensor->n_dims == 1 ? mesh_average(mesh, s, owner, values, tensor->n, 0)
+                                    : mesh_average_matrix(mesh, s, owner, t, outer->rank))
+                return -1;
+            for (int r = 0; r < R; r++)
+                vector_scale(mesh_cell(mesh, r, s)->stage.error + tensor->offset, tensor->n, kept, mesh->stream);
         }
     }
     for (int i = 0; i < R * mesh->n_stages; i++) mesh->cells[i].merge_at[fragment] = mesh->cells[i].averaging;
@@ -1643,21 +1650,15 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
 
 // The outer Nesterov step of a fragment, and its merge into the local parameters: mix = share of the local ones.
 static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) {
-    float lr = outer->lr, momentum = outer->momentum;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
         Stage *stage = &cell->stage;
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->fragment != fragment) continue;
-            float *pending = stage->pending + tensor->offset, *moment = stage->outer + tensor->offset;
-            float *global = stage->global + tensor->offset, *local = stage->params + tensor->offset;
-#pragma omp parallel for simd num_threads(mesh->stream->threads)
-            for (int64_t j = 0; j < tensor->n; j++) {
-                moment[j] = momentum * moment[j] + pending[j];
-                global[j] -= lr * (pending[j] + momentum * moment[j]);
-                local[j] = mix * local[j] + (1.0f - mix) * global[j];
-            }
+            int64_t at = tensor->offset;
+            outer_step(stage->global + at, stage->outer + at, stage->params + at, stage->pending + at, outer->lr,
+                       outer->momentum, mix, tensor->n, mesh->stream);
         }
         clock_receive(&cell->clock, cell->merge_at[fragment]);
     }
@@ -1795,18 +1796,14 @@ static int anchor_factors(Anchor *anchor) {
         const Factor *old = &from->of[tensor->index];
         Factor *factor = &to->of[tensor->index];
         int warm = anchor->deliveries > 0;
-        if (warm) memcpy(factor->v, old->v, sizeof(float) * (size_t)factor->n * (size_t)factor->r);
+        if (warm) device_copy(factor->v, old->v, sizeof(float) * (size_t)factor->n * (size_t)factor->r, anchor->stream);
         if (svd_truncated(factor->u, factor->s, factor->v, anchor->stage.m + tensor->offset, factor->m, factor->n,
                           factor->r, warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
             return -1;
-        for (int j = 0; j < factor->r; j++) factor->s[j] *= debias;
-        if (anchor->wire == WIRE_BF16) { // as they travel
-            for (int64_t j = 0; j < (int64_t)factor->m * factor->r; j++)
-                factor->u[j] = float_of_bf16(bf16_of_float(factor->u[j]));
-            for (int64_t j = 0; j < (int64_t)factor->n * factor->r; j++)
-                factor->v[j] = float_of_bf16(bf16_of_float(factor->v[j]));
-        }
-        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative);
+        vector_scale(factor->s, factor->r, debias, anchor->stream);
+        wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r, anchor->stream); // as they travel
+        wire_round(anchor->wire, factor->v, (int64_t)factor->n * factor->r, anchor->stream);
+        spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative, anchor->stream);
     }
     return 0;
 }
@@ -1827,10 +1824,7 @@ static int anchor_pass(Anchor *anchor) {
     if (stage_gradients(stage, tokens, anchor->micro_batch, &anchor->loss, NULL, anchor->stream)) return -1;
     anchor->useless = !isfinite(anchor->loss) || !isfinite(stage_grad_norm(stage, anchor->stream));
     if (!anchor->useless) {
-        float beta = anchor->beta;
-#pragma omp parallel for simd num_threads(anchor->stream->threads)
-        for (int64_t i = 0; i < stage->arena_floats; i++)
-            stage->m[i] = beta * stage->m[i] + (1.0f - beta) * stage->grads[i];
+        vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
         anchor->passes++;
         if (anchor_factors(anchor)) return -1;
     }
@@ -1865,8 +1859,9 @@ static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int r
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *from = &stage->tensors[i], *to = &anchor->stage.tensors[at++];
             float *values = anchor->stage.params + to->offset;
-            device_copy(values, stage_arena(stage, arena) + from->offset, sizeof(float) * (size_t)from->n);
-            for (int64_t j = 0; rounded && j < from->n; j++) values[j] = float_of_bf16(bf16_of_float(values[j]));
+            device_copy(values, stage_arena(stage, arena) + from->offset, sizeof(float) * (size_t)from->n,
+                        stage->stream);
+            if (rounded) wire_round(WIRE_BF16, values, from->n, stage->stream);
         }
     }
     anchor->launched = step;
@@ -2123,12 +2118,11 @@ static int run_open_log(Run *run, int64_t resume_step) {
 
 // The start line: every setting, the versions and the machine.
 static void run_log_start(Trainer *trainer, const char *kind) {
-    const dnnl_version_t *dnnl = dnnl_version();
     char library[64];
-    snprintf(library, sizeof library, "%d.%d.%d", dnnl->major, dnnl->minor, dnnl->patch);
+    device_library(library, sizeof library);
     json_t *line = json_pack(
         "{s:s, s:s, s:s, s:s, s:i, s:s, s:I, s:I, s:I, s:I, s:i, s:o, s:o}", "type", kind, "meshtune", MESHTUNE_VERSION,
-        "onednn", library, "compiler", __VERSION__, "threads", trainer->threads, "precision",
+        "library", library, "compiler", __VERSION__, "threads", trainer->threads, "precision",
         trainer->precision == PRECISION_BF16 ? "bf16" : "fp32", "parameters", (json_int_t)trainer->n_params,
         "train_windows", (json_int_t)trainer->data.train.n_windows, "steps", (json_int_t)trainer->n_steps, "warmup",
         (json_int_t)trainer->warmup, "seq", trainer->T, "options",
@@ -2212,7 +2206,7 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             snprintf(name, sizeof name, "powersgd.%d", s);
             if (floats == 0) continue;
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
-            if (begun) safetensors_append(&writer, cell->powersgd_q, floats, DTYPE_F32);
+            if (begun) stage_append(&cell->stage, &writer, cell->powersgd_q, floats, DTYPE_F32);
         }
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
@@ -2243,16 +2237,15 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
             for (int i = 0; i < stage->n_tensors && result == 0; i++) {
                 snprintf(name, sizeof name, "%s%s", prefixes[a], stage->tensors[i].name);
                 const SafeTensor *tensor = state_tensor(&file, name, stage->tensors[i].n);
-                result = tensor == NULL
-                             ? -1
-                             : stage_read_tensor(stage, stage_arena(stage, arenas[a]), &stage->tensors[i], tensor, 0);
+                float *to = stage_arena(stage, arenas[a]) + stage->tensors[i].offset;
+                result = tensor == NULL ? -1 : stage_read(stage, to, stage->tensors[i].n, tensor, 0);
             }
         }
         int64_t floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
         const SafeTensor *tensor = state_tensor(&file, name, floats);
-        result = tensor == NULL ? -1 : safetensor_read(cell->powersgd_q, tensor, 0, floats);
+        result = tensor == NULL ? -1 : stage_read(stage, cell->powersgd_q, floats, tensor, 0);
     }
     safetensors_close(&file);
     return result;
@@ -2272,7 +2265,7 @@ static int anchor_save(Trainer *trainer, const char *folder) {
             FactorSet *set = &anchor->sets[i];
             snprintf(name, sizeof name, "factors.%d", i);
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &set->n_floats, 1)) return -1;
-            if (begun) safetensors_append(&writer, set->memory, set->n_floats, DTYPE_F32);
+            if (begun) stage_append(&anchor->stage, &writer, set->memory, set->n_floats, DTYPE_F32);
         }
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
@@ -2310,16 +2303,17 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
     anchor->useless = json_is_true(json_object_get(saved, "useless"));
     if (path_join(path, folder, "anchor.bin") || safetensors_open(&file, path)) return -1;
     for (int i = 0; i < anchor->stage.n_tensors && result == 0; i++) {
-        snprintf(name, sizeof name, "m.%s", anchor->stage.tensors[i].name);
-        const SafeTensor *tensor = state_tensor(&file, name, anchor->stage.tensors[i].n);
-        result = tensor == NULL
-                     ? -1
-                     : stage_read_tensor(&anchor->stage, anchor->stage.m, &anchor->stage.tensors[i], tensor, 0);
+        const Tensor *of = &anchor->stage.tensors[i];
+        snprintf(name, sizeof name, "m.%s", of->name);
+        const SafeTensor *tensor = state_tensor(&file, name, of->n);
+        result = tensor == NULL ? -1 : stage_read(&anchor->stage, anchor->stage.m + of->offset, of->n, tensor, 0);
     }
     for (int i = 0; i < 2 && result == 0; i++) {
         snprintf(name, sizeof name, "factors.%d", i);
         const SafeTensor *tensor = state_tensor(&file, name, anchor->sets[i].n_floats);
-        result = tensor == NULL ? -1 : safetensor_read(anchor->sets[i].memory, tensor, 0, anchor->sets[i].n_floats);
+        result = tensor == NULL
+                     ? -1
+                     : stage_read(&anchor->stage, anchor->sets[i].memory, anchor->sets[i].n_floats, tensor, 0);
     }
     safetensors_close(&file);
     if (result == 0 && anchor->launched >= 0 && !json_is_true(json_object_get(saved, "ready")))
@@ -2560,7 +2554,7 @@ static void decide_rounding(Trainer *trainer) {
     StageBytes cells;
     int64_t anchor;
     mesh_bytes(trainer, &cells, &anchor);
-    if (stage_bytes_sum(&cells) + anchor <= memory_limit() / 4 * 3) return;
+    if (stage_bytes_sum(&cells) + anchor <= device_memory() / 4 * 3) return;
     for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
         trainer->mesh.cells[i].stage.unrounded = 1;
 }
@@ -2568,7 +2562,7 @@ static void decide_rounding(Trainer *trainer) {
 // 0, or -1 if this machine cannot hold the mesh.
 static int mesh_fits(const Trainer *trainer) {
     StageBytes cells;
-    int64_t anchor, memory = memory_limit();
+    int64_t anchor, memory = device_memory();
     mesh_bytes(trainer, &cells, &anchor);
     int64_t needed = stage_bytes_sum(&cells) + anchor;
     if (needed <= memory) return 0;
@@ -2631,7 +2625,7 @@ static void print_plan(const Trainer *trainer) {
     print_count("scratch of the ops", (double)bytes.scratch, "B");
     if (anchor > 0) print_count("anchor", (double)anchor, "B");
     print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor), "B");
-    print_count("this machine has", (double)memory_limit(), "B");
+    print_count("this machine has", (double)device_memory(), "B");
     if (!training) return;
     cli_choice_name(schedule, sizeof schedule, lr_shapes, opts->schedule_lr);
     printf("run: %lld steps of %d x %d tokens in micro-batches of %d, %.2f epochs of %lld windows\n",
@@ -2775,6 +2769,11 @@ static int meet_anchor(Trainer *trainer, StepResult *result) {
     return 0;
 }
 
+// 1 once the anchor has delivered factors.
+static int is_filtered(const Trainer *trainer) {
+    return trainer->anchored && trainer->anchor.deliveries > 0;
+}
+
 // Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
 typedef struct {
     float *fast, *whole;
@@ -2788,7 +2787,7 @@ static int64_t model_floats(const Stage *model) {
 
 static void model_copy_grads(float *to, const Stage *model) {
     for (const Stage *stage = model; stage != NULL; to += stage->arena_floats, stage = stage->next)
-        device_copy(to, stage->grads, sizeof(float) * (size_t)stage->arena_floats);
+        device_copy(to, stage->grads, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
 }
 
 // Cosine between a model's gradients and a copy of others; only_blocks: over block matrices.
@@ -2798,14 +2797,21 @@ static double model_cosine(const Stage *model, const float *other, int only_bloc
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *tensor = &stage->tensors[i];
             const float *a = stage->grads + tensor->offset, *b = other + tensor->offset;
-            for (int64_t j = 0; j < tensor->n && (tensor->block || !only_blocks); j++)
-                dot += (double)a[j] * b[j], a2 += (double)a[j] * a[j], b2 += (double)b[j] * b[j];
+            if (!tensor->block && only_blocks) continue;
+            dot += vector_dot(a, b, tensor->n, stage->stream);
+            a2 += sum_of_squares(a, tensor->n, stage->stream), b2 += sum_of_squares(b, tensor->n, stage->stream);
         }
     }
     return dot / sqrt(a2 * b2);
 }
 
-// The unmasked gradient of the first replica's batch into probe->whole; the fast one is put back.
+static void model_put_grads(Stage *model, const float *from) {
+    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
+        device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+}
+
+// Compares the fast gradient of the first replica's batch with the unmasked one of the same batch, before and after the
+// filter; the fast one is put back.
 static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
     size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
@@ -2816,12 +2822,25 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     model_copy_grads(probe->fast, model);
     if (mesh_run(&trainer->mesh, 0, 1, &pass)) return -1;
     model_copy_grads(probe->whole, model);
-    const float *from = probe->fast;
-    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
-        device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats);
+    model_put_grads(model, probe->fast);
     result->probe[0] = model_cosine(model, probe->whole, 0);
     result->probe[1] = model_cosine(model, probe->whole, 1);
-    return 0;
+    for (Stage *stage = model; stage != NULL && is_filtered(trainer); stage = stage->next)
+        stage_filter(stage, &trainer->anchor, trainer->opts.alpha, trainer->stream);
+    result->probe[2] = model_cosine(model, probe->whole, 1);
+    model_put_grads(model, probe->fast);
+    return stream_check(trainer->stream);
+}
+
+// Multiplications and additions of the filter over a stage's block matrices.
+static double filter_flops(const Stage *stage, const Anchor *anchor) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Factor *f = &anchor->sets[0].of[stage->tensors[i].index];
+        double m = f->m, n = f->n, r = f->r;
+        if (stage->tensors[i].block) flops += 4.0 * m * n * r + 4.0 * r * r * fmin(m, n);
+    }
+    return flops;
 }
 
 // Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is the first
@@ -2831,7 +2850,7 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
-    int filtered = trainer->anchored && trainer->anchor.deliveries > 0;
+    int filtered = is_filtered(trainer);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
@@ -2848,7 +2867,10 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
                      trainer->stream);
-        if (mesh->device_flops == 0.0) clock_compute(&cell->clock, seconds() - start);
+        if (mesh->device_flops == 0.0)
+            clock_compute(&cell->clock, seconds() - start);
+        else if (filtered && opts->alpha != 1.0f)
+            clock_compute(&cell->clock, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
     }
 }
 
@@ -2881,7 +2903,6 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     double start = seconds();
     update_cells(trainer, result);
     if (times != NULL) times->optimizer += seconds() - start;
-    if (probing) result->probe[2] = model_cosine(mesh_model(mesh, 0), probe->whole, 1);
     p->step++;
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))

@@ -128,7 +128,7 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
 static int bench_parts(Precision precision) {
     enum { B = 1, T = 1024, N = B * T, C = 768, NH = 12, HD = 64, F = 2048, QKV = 3 * C, V = 32000, CHUNK = 1024 };
     Stream *stream = NULL;
-    AttentionShape shape = {B, T, T, NH, NH, HD, QKV, QKV};
+    AttentionShape shape = {B, T, T, NH, NH, HD, QKV, QKV, NULL};
     if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
     int64_t floats = (int64_t)V * C * 2 + (int64_t)CHUNK * V + (int64_t)N * (4 * F + 4 * QKV);
     float *base = (float *)device_alloc(sizeof(float) * (size_t)floats);

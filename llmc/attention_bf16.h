@@ -70,32 +70,40 @@ static inline void attention_store(floatX *to, size_t ld, const float *from, int
     for (int r = 0; r < rows; r++) memcpy(to + r * ld, from + (size_t)r * n, sizeof(float) * (size_t)n);
 }
 
-// The block of queries first .. first+queries-1 of one head: out and lse, from m->keys and m->values.
+// Keys before the block of a document's start, in whole blocks so that products come in few shapes.
+static inline int attention_hidden_keys(const int32_t *starts) {
+    return starts != NULL ? starts[0] / ATTENTION_QUERIES * ATTENTION_QUERIES : 0;
+}
+
+// The block of queries first .. first+queries-1 of one head: out and lse, from m->keys and m->values. starts: of the
+// documents of these queries, or NULL.
 static inline void attention_block_forward(floatX *out, float *lse, const floatX *q, const AttentionBlock *m, int first,
-                                           int queries, AttentionShape s, Stream *worker) {
-    int HD = s.HD, keys = s.Tk - s.Tq + first + queries;
+                                           int queries, const int32_t *starts, AttentionShape s, Stream *worker) {
+    int HD = s.HD, hidden = attention_hidden_keys(starts), keys = s.Tk - s.Tq + first + queries - hidden;
+    const uint16_t *k = m->keys + (size_t)hidden * HD, *v = m->values + (size_t)hidden * HD;
     float scale = 1.0f / sqrtf((float)HD);
     attention_round(m->queries, q, (size_t)s.q_stride, queries, HD);
-    matmul_product(m->scores, m->ld, m->queries, HD, 0, m->keys, HD, 1, queries, keys, HD, 1, 0, worker);
+    matmul_product(m->scores, m->ld, m->queries, HD, 0, k, HD, 1, queries, keys, HD, 1, 0, worker);
     float total[ATTENTION_QUERIES];
     for (int r = 0; r < queries; r++) {
-        int seen = keys - queries + r + 1;
+        int seen = keys - queries + r + 1, unseen = attention_unseen(starts, r, hidden, seen);
         const float *row = m->scores + (size_t)r * m->ld;
         uint16_t *p = m->probs + (size_t)r * m->ld;
-        float max = row[0], sum = 0.0f;
+        float max = row[unseen], sum = 0.0f;
 #pragma omp simd reduction(max : max)
-        for (int c = 0; c < seen; c++) max = row[c] > max ? row[c] : max;
+        for (int c = unseen; c < seen; c++) max = row[c] > max ? row[c] : max;
 #pragma omp simd reduction(+ : sum)
-        for (int c = 0; c < seen; c++) {
+        for (int c = unseen; c < seen; c++) {
             float e = exp_simd((row[c] - max) * scale);
             p[c] = bf16_of_float(e);
             sum += e;
         }
+        memset(p, 0, sizeof *p * (size_t)unseen);
         memset(p + seen, 0, sizeof *p * (size_t)(keys - seen));
         total[r] = sum;
         lse[r] = max * scale;
     }
-    matmul_product(m->out, HD, m->probs, m->ld, 0, m->values, HD, 0, queries, HD, keys, 1, 0, worker);
+    matmul_product(m->out, HD, m->probs, m->ld, 0, v, HD, 0, queries, HD, keys, 1, 0, worker);
     for (int r = 0; r < queries; r++) {
         float inverse = 1.0f / total[r];
         lse[r] += logf(total[r]);
@@ -130,7 +138,8 @@ static inline void attention_forward_bf16(floatX *out, float *lse, const floatX 
                     int queries = s.Tq - first < ATTENTION_QUERIES ? s.Tq - first : ATTENTION_QUERIES;
                     size_t row = (size_t)b * s.Tq + first, stat = ((size_t)b * s.NH + head) * s.Tq + first;
                     attention_block_forward(out + row * ld + (size_t)head * s.HD, lse + stat,
-                                            q + row * s.q_stride + (size_t)head * s.HD, &m, first, queries, s, worker);
+                                            q + row * s.q_stride + (size_t)head * s.HD, &m, first, queries,
+                                            attention_starts(&s, b, s.Tk - s.Tq + first), s, worker);
                 }
             }
         }
@@ -141,38 +150,42 @@ static inline void attention_forward_bf16(floatX *out, float *lse, const floatX 
 // The block's dq, and its shares of m->dkeys and m->dvalues: written where add is 0.
 static inline void attention_block_backward(floatX *dq, const floatX *dout, const floatX *out, const float *lse,
                                             const floatX *q, const AttentionBlock *m, int first, int queries, int add,
-                                            AttentionShape s, Stream *worker) {
-    int HD = s.HD, keys = first + queries, ld = m->ld;
+                                            const int32_t *starts, AttentionShape s, Stream *worker) {
+    int HD = s.HD, hidden = attention_hidden_keys(starts), keys = first + queries - hidden, ld = m->ld;
+    size_t hidden_at = (size_t)hidden * HD;
+    const uint16_t *k = m->keys + hidden_at, *v = m->values + hidden_at;
     size_t out_ld = (size_t)s.NH * HD;
     float scale = 1.0f / sqrtf((float)HD);
     attention_round(m->queries, q, (size_t)s.q_stride, queries, HD);
     attention_round(m->grads, dout, out_ld, queries, HD);
-    matmul_product(m->scores, ld, m->queries, HD, 0, m->keys, HD, 1, queries, keys, HD, 1, 0, worker);
-    matmul_product(m->dprobs, ld, m->grads, HD, 0, m->values, HD, 1, queries, keys, HD, 1, 0, worker);
+    matmul_product(m->scores, ld, m->queries, HD, 0, k, HD, 1, queries, keys, HD, 1, 0, worker);
+    matmul_product(m->dprobs, ld, m->grads, HD, 0, v, HD, 1, queries, keys, HD, 1, 0, worker);
     for (int r = 0; r < queries; r++) {
-        int seen = first + r + 1;
+        int seen = first + r + 1 - hidden, unseen = attention_unseen(starts, r, hidden, seen);
         const float *score = m->scores + (size_t)r * ld, *dprob = m->dprobs + (size_t)r * ld;
         uint16_t *p = m->probs + (size_t)r * ld, *ds = m->dscores + (size_t)r * ld;
         float log_sum = lse[r], delta = 0.0f;
 #pragma omp simd reduction(+ : delta)
         for (int d = 0; d < HD; d++) delta += dout[r * out_ld + d] * out[r * out_ld + d];
 #pragma omp simd
-        for (int c = 0; c < seen; c++) {
+        for (int c = unseen; c < seen; c++) {
             float e = exp_simd(score[c] * scale - log_sum);
             p[c] = bf16_of_float(e);
             ds[c] = bf16_of_float(e * (dprob[c] - delta) * scale);
         }
+        memset(p, 0, sizeof *p * (size_t)unseen);
+        memset(ds, 0, sizeof *ds * (size_t)unseen);
         memset(p + seen, 0, sizeof *p * (size_t)(keys - seen));
         memset(ds + seen, 0, sizeof *ds * (size_t)(keys - seen));
     }
-    matmul_product(m->dvalues, HD, m->probs, ld, 1, m->grads, HD, 0, keys, HD, queries, 1, add, worker);
-    matmul_product(m->dkeys, HD, m->dscores, ld, 1, m->queries, HD, 0, keys, HD, queries, 1, add, worker);
-    matmul_product(m->out, HD, m->dscores, ld, 0, m->keys, HD, 0, queries, HD, keys, 1, 0, worker);
+    matmul_product(m->dvalues + hidden_at, HD, m->probs, ld, 1, m->grads, HD, 0, keys, HD, queries, 1, add, worker);
+    matmul_product(m->dkeys + hidden_at, HD, m->dscores, ld, 1, m->queries, HD, 0, keys, HD, queries, 1, add, worker);
+    matmul_product(m->out, HD, m->dscores, ld, 0, k, HD, 0, queries, HD, keys, 1, 0, worker);
     attention_store(dq, (size_t)s.q_stride, m->out, queries, HD);
 }
 
 // Arguments as attention_backward. The last block of a task's first head goes first: it meets every key and so writes
-// dkeys and dvalues, all others add to them.
+// dkeys and dvalues, all others add to them. With documents no block need meet every key: all add to zeros.
 static inline void attention_backward_bf16(floatX *dq, floatX *dk, floatX *dv, const floatX *dout, const floatX *out,
                                            const float *lse, const floatX *q, const floatX *k, const floatX *v,
                                            AttentionShape s, Stream *stream) {
@@ -195,14 +208,18 @@ static inline void attention_backward_bf16(floatX *dq, floatX *dk, floatX *dv, c
             size_t kv_at = (size_t)b * T * stride + (size_t)kv_head * s.HD;
             attention_round(m.keys, k + kv_at, stride, T, s.HD);
             attention_round(m.values, v + kv_at, stride, T, s.HD);
+            if (s.starts != NULL) {
+                memset(m.dkeys, 0, sizeof(float) * (size_t)T * (size_t)s.HD);
+                memset(m.dvalues, 0, sizeof(float) * (size_t)T * (size_t)s.HD);
+            }
             for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
                 for (int first = last; first >= 0; first -= ATTENTION_QUERIES) {
                     int queries = T - first < ATTENTION_QUERIES ? T - first : ATTENTION_QUERIES;
-                    int add = first < last || head > kv_head * group;
+                    int add = first < last || head > kv_head * group || s.starts != NULL;
                     size_t row = (size_t)b * T + first, stat = ((size_t)b * s.NH + head) * T + first;
                     size_t q_at = row * s.q_stride + (size_t)head * s.HD, out_at = row * ld + (size_t)head * s.HD;
                     attention_block_backward(dq + q_at, dout + out_at, out + out_at, lse + stat, q + q_at, &m, first,
-                                             queries, add, s, worker);
+                                             queries, add, attention_starts(&s, b, first), s, worker);
                 }
             }
             attention_store(dk + kv_at, stride, m.dkeys, T, s.HD);

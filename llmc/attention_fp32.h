@@ -149,7 +149,9 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
                                (size_t)s.q_stride, rows, s.HD, scale);
                 memset(sums, 0, sizeof(float) * (size_t)rows * D);
                 for (int r = 0; r < rows; r++) max[r] = -INFINITY, total[r] = 0.0f;
-                for (int j0 = 0; j0 <= last_key; j0 += BLOCK) {
+                const int32_t *starts = attention_starts(&s, batch, s.Tk - s.Tq + i0);
+                int first_key = starts != NULL ? starts[0] / BLOCK * BLOCK : 0;
+                for (int j0 = first_key; j0 <= last_key; j0 += BLOCK) {
                     int keys = s.Tk - j0 < BLOCK ? s.Tk - j0 : BLOCK;
                     tile_matmul(scores, BLOCK, queries, D, 1, keys_t + j0, T_pad, rows, attention_padded(keys), s.HD,
                                 0);
@@ -157,8 +159,9 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
                         float *row = scores + r * BLOCK, block_max = -INFINITY, sum = 0.0f;
                         int seen = s.Tk - s.Tq + i0 + r - j0 + 1; // keys of this block the query may see
                         seen = seen < 0 ? 0 : seen > keys ? keys : seen;
+                        int unseen = attention_unseen(starts, r, j0, seen); // keys of earlier documents
 #pragma omp simd reduction(max : block_max)
-                        for (int c = 0; c < seen; c++) block_max = row[c] > block_max ? row[c] : block_max;
+                        for (int c = unseen; c < seen; c++) block_max = row[c] > block_max ? row[c] : block_max;
                         if (block_max > max[r]) { // rescale what was summed under the old maximum
                             float shrink = exp_simd(max[r] - block_max);
                             total[r] *= shrink;
@@ -168,10 +171,11 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
                         }
                         float top = max[r];
 #pragma omp simd reduction(+ : sum)
-                        for (int c = 0; c < seen; c++) {
+                        for (int c = unseen; c < seen; c++) {
                             row[c] = exp_simd(row[c] - top);
                             sum += row[c];
                         }
+                        for (int c = 0; c < unseen; c++) row[c] = 0.0f;
                         for (int c = seen; c < keys; c++) row[c] = 0.0f;
                         total[r] += sum;
                     }
@@ -246,6 +250,8 @@ static inline void attention_backward_fp32(floatX *dq, floatX *dk, floatX *dv, c
                 int n_keys = T - j0 < BLOCK ? T - j0 : BLOCK, width = attention_padded(n_keys);
                 for (int i0 = j0; i0 < T; i0 += BLOCK) {
                     int rows = T - i0 < BLOCK ? T - i0 : BLOCK;
+                    const int32_t *starts = attention_starts(&s, batch, i0);
+                    if (starts != NULL && starts[0] >= j0 + n_keys) break; // these and all later are other documents
                     const float *query = queries + (size_t)i0 * D, *grad = grads + (size_t)i0 * D;
                     tile_matmul(probs, BLOCK, query, D, 1, keys_t + j0, T_pad, rows, width, s.HD, 0);
                     tile_matmul(dscores, BLOCK, grad, D, 1, values_t + j0, T_pad, rows, width, s.HD, 0);
@@ -254,11 +260,13 @@ static inline void attention_backward_fp32(floatX *dq, floatX *dk, floatX *dv, c
                         float log_sum = lse_row[i0 + r], shift = delta[i0 + r];
                         int seen = i0 + r - j0 + 1;
                         seen = seen > n_keys ? n_keys : seen;
+                        int unseen = attention_unseen(starts, r, j0, seen);
 #pragma omp simd
-                        for (int c = 0; c < seen; c++) {
+                        for (int c = unseen; c < seen; c++) {
                             p[c] = exp_simd(p[c] - log_sum);
                             ds[c] = p[c] * (ds[c] - shift);
                         }
+                        for (int c = 0; c < unseen; c++) p[c] = 0.0f, ds[c] = 0.0f;
                         for (int c = seen; c < n_keys; c++) p[c] = 0.0f, ds[c] = 0.0f;
                     }
                     tile_matmul(dvalues + (size_t)j0 * D, D, probs, 1, BLOCK, grad, D, n_keys, D, rows, 1);

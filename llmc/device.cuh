@@ -10,21 +10,13 @@
 #ifndef LLMC_DEVICE_CUH
 #define LLMC_DEVICE_CUH
 
+#include <cublasLt.h>     // matrix products
 #include <cuda_bf16.h>    // __nv_bfloat16
 #include <cuda_runtime.h> // streams, memory, launches
+#include <cusolverDn.h>   // factorisations
 #include <stdint.h>       // fixed-width integers
 #include <stdlib.h>       // calloc, free
 #include <string.h>       // strcmp
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cublasLt.h")
-#include <cublasLt.h> // matrix products
-#else
-typedef void *cublasLtHandle_t;
-#endif
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cusolverDn.h")
-#include <cusolverDn.h> // factorisations
-#else
-typedef void *cusolverDnHandle_t;
-#endif
 
 #include "error.h"    // error_set
 #include "portable.h" // HOST_DEVICE
@@ -208,12 +200,8 @@ static inline void stream_destroy(Stream *stream) {
     for (int i = 0; i < KEPT_COUNT; i++)
         if (stream->kept[i].data != NULL) stream->kept[i].destroy(stream->kept[i].data);
     for (int i = 0; i < SCRATCH_COUNT; i++) device_free(stream->scratch[i].data);
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cublasLt.h")
     if (stream->blas != NULL) (void)cublasLtDestroy(stream->blas);
-#endif
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cusolverDn.h")
     if (stream->solver != NULL) (void)cusolverDnDestroy(stream->solver);
-#endif
     if (stream->cuda != NULL) (void)cudaStreamDestroy(stream->cuda);
     free(stream);
 }
@@ -223,14 +211,10 @@ static inline int stream_start(Stream *stream) {
     CUDA_CHECK(cudaGetDeviceCount(&n_devices));
     CUDA_CHECK(cudaGetDevice(&stream->device));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking));
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cublasLt.h")
     if (cublasLtCreate(&stream->blas) != CUBLAS_STATUS_SUCCESS) return error_set("cuBLASLt does not start on this GPU");
-#endif
-#if !defined(CUDA_EMULATOR) || __has_include("../dev/cuda_emulator/cusolverDn.h")
     if (cusolverDnCreate(&stream->solver) != CUSOLVER_STATUS_SUCCESS ||
         cusolverDnSetStream(stream->solver, stream->cuda) != CUSOLVER_STATUS_SUCCESS)
         return error_set("cuSOLVER does not start on this GPU");
-#endif
     return 0;
 }
 

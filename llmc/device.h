@@ -11,9 +11,11 @@
 #include <dnnl.h>     // the matrix library's engine and stream
 #include <omp.h>      // omp_set_num_threads
 #include <stdint.h>   // fixed-width integers
+#include <stdio.h>    // fscanf, snprintf
 #include <stdlib.h>   // free
 #include <string.h>   // memset
 #include <sys/mman.h> // mmap, madvise
+#include <unistd.h>   // sysconf
 
 #include "error.h"
 
@@ -60,14 +62,6 @@ static inline void device_free(void *pointer) {
     munmap(base, *(size_t *)base);
 }
 
-static inline void device_zero(void *pointer, size_t n_bytes) {
-    memset(pointer, 0, n_bytes);
-}
-
-static inline void device_copy(void *to, const void *from, size_t n_bytes) {
-    memcpy(to, from, n_bytes);
-}
-
 // A buffer that only grows: kept between calls, so that a step allocates nothing once it is warm.
 typedef struct {
     void *data;
@@ -111,6 +105,34 @@ typedef struct Stream {
     MatmulEntry matmul[MATMUL_SLOTS];
     struct Stream **workers; // (threads) streams of one thread each, for ops whose threads multiply on their own
 } Stream;
+
+static inline void device_zero(void *pointer, size_t n_bytes, Stream *stream) {
+    (void)stream;
+    memset(pointer, 0, n_bytes);
+}
+
+// Either side may be the host's memory, on every backend; the call then returns when the copy is done.
+static inline void device_copy(void *to, const void *from, size_t n_bytes, Stream *stream) {
+    (void)stream;
+    memcpy(to, from, n_bytes);
+}
+
+// Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
+static inline int64_t device_memory(void) {
+    int64_t memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    long long limit;
+    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
+    if (file == NULL) return memory;
+    if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < memory) memory = limit;
+    fclose(file);
+    return memory;
+}
+
+// The library of matrix products, in words.
+static inline void device_library(char *text, size_t size) {
+    const dnnl_version_t *dnnl = dnnl_version();
+    snprintf(text, size, "oneDNN %d.%d.%d", dnnl->major, dnnl->minor, dnnl->patch);
+}
 
 // 1 if the CPU multiplies bf16 natively.
 static inline int device_has_bf16(void) {

@@ -27,6 +27,10 @@
 //             here, even   0.9k    3.0k   40.5k    26.5k    40.5k
 //             here, busy  0.65k    3.0k   40.3k    26.1k    40.3k
 //
+// Tokens/s of the two rows that the link bounds: the published ones are 25 MB/s over the row's bytes/token, a mean over
+// the cells. Ours take the busiest uplink: of Dense the larger average (20.0 for 16.0 kB), and a boundary on both sides
+// of the middle stages, 8.2 kB where the mean is 6.1; of +DP that boundary alone, 25 MB/s / 8.2 kB = 3.0k.
+//
 // The boundary is 6.87 kB there and 6.14 kB by the formula; what the rest is spent on is not published. The dense
 // average is 16.0 kB there, which fits the tied parameter count between 7 replicas: 2*(6/7)*2*1236M/4/65536 = 16.2 kB.
 // Ours is 20.0 kB because the head is a tensor of its own when Y > 1 (1498M parameters), and because without an anchor

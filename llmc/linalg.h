@@ -1,6 +1,7 @@
 // Factorizations of dense fp32 matrices, CPU. Small and full ones by LAPACK (OpenBLAS), truncated ones by subspace
 // iteration (Halko, Martinsson and Tropp 2011) whose large products go through oneDNN. All matrices are row-major.
 //   A (m,n) = U (m,k) diag(s (k)) V (n,k)^T,  k = min(m,n),  U^T U = V^T V = I,  s descending
+//   A (n,n) = V (n,n) diag(w (n)) V^T,        A symmetric,   V^T V = I,          w descending
 //
 //   float U[m * r], s[r], V[n * r];
 //   if (svd_truncated(U, s, V, A, m, n, r, 0, seed, tensor, stream)) return -1;   // A drifts, then, from the last V:
@@ -36,20 +37,12 @@ void sgelqf_(const int *m, const int *n, float *a, const int *lda, float *tau, f
              int *info);
 void sorglq_(const int *m, const int *n, const int *k, float *a, const int *lda, const float *tau, float *work,
              const int *lwork, int *info);
+void ssyevd_(const char *jobz, const char *uplo, const int *n, float *a, const int *lda, float *w, float *work,
+             const int *lwork, int *iwork, const int *liwork, int *info, size_t jobz_length, size_t uplo_length);
 void openblas_set_num_threads(int num_threads);
 #ifdef __cplusplus
 }
 #endif
-
-// Up to this min(m,n) the full factorization is as quick as subspace iteration.
-#ifdef TESTING
-#define SVD_FULL_MAX 12 // small shapes meet the iteration too
-#else
-#define SVD_FULL_MAX 256
-#endif
-#define SVD_OVERSAMPLE      8 // columns iterated beyond the rank asked for: the last ones of the rank converge sooner
-#define SVD_COLD_ITERATIONS 8 // a matrix's first visit only
-#define SVD_WARM_ITERATIONS 2
 
 static pthread_once_t linalg_once = PTHREAD_ONCE_INIT;
 
@@ -79,12 +72,12 @@ static inline int linalg_work_size(float answer) {
 }
 
 // A (m,n) = U (m,k) diag(s (k)) V (n,k)^T, k = min(m,n), s descending. A is kept. LAPACK's sgesdd (divide and conquer).
-// Returns 0, or -1: no memory, A not finite, or no convergence.
-static inline int svd_full(float *U, float *s, float *V, const float *A, int m, int n) {
+// Returns 0, or -1: no memory, A not finite, no convergence, or the stream has failed.
+static inline int svd_full(float *U, float *s, float *V, const float *A, int m, int n, Stream *stream) {
     // Read by columns, A is A^T = V diag(s) U^T: LAPACK's right factor, (k,m) by columns, is U by rows.
     int k = m < n ? m : n, info = 0, query = -1;
     float answer = 0.0f;
-    if (linalg_check(A, (int64_t)m * n, "SVD")) return -1;
+    if (stream_check(stream) || linalg_check(A, (int64_t)m * n, "SVD")) return -1;
     sgesdd_("S", &n, &m, NULL, &n, s, NULL, &n, U, &k, &answer, &query, NULL, &info, 1);
     int work_size = linalg_work_size(answer);
     size_t n_matrix = (size_t)m * (size_t)n, n_left = (size_t)n * (size_t)k;
@@ -110,12 +103,12 @@ static inline int svd_full(float *U, float *s, float *V, const float *A, int m, 
 
 // Q (m,r) := the Q of its thin QR factorization, r <= m: orthonormal columns that span those of the input, by
 // Householder reflections, so that dependent or zero columns become some orthonormal ones too.
-// Returns 0, or -1: no memory, or Q not finite.
-static inline int orthonormalize(float *Q, int m, int r) {
+// Returns 0, or -1: no memory, Q not finite, or the stream has failed.
+static inline int orthonormalize(float *Q, int m, int r, Stream *stream) {
     // Read by columns, Q is Q^T (r,m) = L H with orthonormal rows in H, and H read by rows is what is asked for.
     int info = 0, query = -1;
     float answers[2] = {0.0f, 0.0f};
-    if (linalg_check(Q, (int64_t)m * r, "orthonormalization")) return -1;
+    if (stream_check(stream) || linalg_check(Q, (int64_t)m * r, "orthonormalization")) return -1;
     sgelqf_(&r, &m, Q, &r, NULL, &answers[0], &query, &info);
     sorglq_(&r, &m, &r, Q, &r, NULL, &answers[1], &query, &info);
     int work_size = linalg_work_size(answers[0] > answers[1] ? answers[0] : answers[1]);
@@ -129,68 +122,60 @@ static inline int orthonormalize(float *Q, int m, int r) {
     return 0;
 }
 
+// A (n,n) symmetric = V (n,n) diag(w (n)) V^T, w descending, an eigenvector a column of V. A is kept; only its lower
+// triangle is read, and what lies above it must be finite too. LAPACK's ssyevd (divide and conquer).
+// Returns 0, or -1: no memory, A not finite, no convergence, or the stream has failed.
+static inline int eigh(float *V, float *w, const float *A, int n, Stream *stream) {
+    int info = 0, query = -1, n_integers = 0;
+    float answer = 0.0f;
+    if (stream_check(stream) || linalg_check(A, (int64_t)n * n, "eigenvalues")) return -1;
+    ssyevd_("V", "U", &n, NULL, &n, w, &answer, &query, &n_integers, &query, &info, 1, 1); // U of the columns is L here
+    int work_size = linalg_work_size(answer);
+    size_t wide = (size_t)n;
+    float *copy = (float *)malloc(sizeof(float) * (wide * wide + (size_t)work_size));
+    int *integers = (int *)malloc(sizeof(int) * (size_t)n_integers);
+    if (copy == NULL || integers == NULL) {
+        free(copy);
+        free(integers);
+        return error_set("out of memory for the eigenvalues of a %d x %d matrix", n, n);
+    }
+    int threads = linalg_alone();
+    memcpy(copy, A, sizeof(float) * wide * wide);
+    ssyevd_("V", "U", &n, copy, &n, w, copy + wide * wide, &work_size, integers, &n_integers, &info, 1, 1);
+    omp_set_num_threads(threads);
+    for (int i = 0, j = n - 1; i < j; i++, j--) { // LAPACK's order is ascending
+        float swapped = w[i];
+        w[i] = w[j], w[j] = swapped;
+    }
+    for (size_t j = 0; j < wide; j++)
+        for (size_t i = 0; i < wide; i++) V[i * wide + j] = copy[(wide - 1 - j) * wide + i];
+    free(copy);
+    free(integers);
+    if (info != 0)
+        return error_set("eigenvalues of a %d x %d matrix: LAPACK's ssyevd gave %d, no convergence", n, n, info);
+    return 0;
+}
+
 // Divides n values by the largest of their sizes, unless that is 0.
-static inline void linalg_unit_range(float *values, int64_t n) {
+static inline void linalg_unit_range(float *values, int64_t n, Stream *stream) {
     float largest = 0.0f;
+    if (stream->failed) return;
     for (int64_t i = 0; i < n; i++) largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
     for (int64_t i = 0; largest > 0.0f && i < n; i++) values[i] /= largest;
 }
 
-// The r largest singular values of A (m,n) with their vectors, U (m,r), s (r), V (n,r), 1 <= r <= min(m,n), after
-// `iterations` >= 1 products with A and A^T. Starts from V if warm, else from Gaussian numbers, which also fill the
-// columns beyond r. Products are fp32 whatever the stream's precision. U and V are orthonormal however far the
-// iteration has come. Costs about 4*m*n*(r+8)*iterations flops.
-// Returns 0, or -1: no memory, A or the warm V not finite, no convergence, or the stream has failed.
-static inline int svd_subspace(float *U, float *s, float *V, const float *A, int m, int n, int r, int warm,
-                               int iterations, uint64_t seed, uint32_t sub, Stream *stream) {
-    int k = m < n ? m : n, width = r + SVD_OVERSAMPLE < k ? r + SVD_OVERSAMPLE : k, kept = warm ? r : 0;
-    size_t w = (size_t)width, n_left = (size_t)m * w, n_right = (size_t)n * w;
-    float *left = (float *)scratch_get(&stream->scratch[SCRATCH_OP],
-                                       sizeof(float) * (n_left + 2 * n_right + w * w + w)); // left (m,width)
-    if (left == NULL) return -1;
-    float *right = left + n_left, *turned = right + n_right;  // (n,width), (n,width)
-    float *inner = turned + n_right, *values = inner + w * w; // (width,width), (width)
-    rand_normal(turned, (int64_t)n * (width - kept), seed, RAND_SVD, sub);
-    for (int j = 0; j < n; j++) {
-        memcpy(right + (size_t)j * w, V + (size_t)j * (size_t)r, sizeof(float) * (size_t)kept);
-        memcpy(right + (size_t)j * w + kept, turned + (size_t)j * (size_t)(width - kept),
-               sizeof(float) * (size_t)(width - kept));
-    }
-    for (int iteration = 0; iteration < iterations; iteration++) {
-        // Columns must be made orthonormal once a round, or all would turn to the first. Once is enough: those of left
-        // are in order of size, so those of A^T left fall like s, and each keeps its digits. Only range could be lost.
-        if (iteration > 0) linalg_unit_range(right, (int64_t)n_right);
-        matmul_product(left, width, A, n, 0, right, width, 0, m, width, n, 0, 0, stream);
-        if (stream_check(stream) || orthonormalize(left, m, width)) return -1;
-        matmul_product(right, width, A, n, 1, left, width, 0, n, width, m, 0, 0, stream);
-        if (stream_check(stream)) return -1;
-    }
-    // A is about left left^T A = left right^T, and right = turned diag(values) inner^T.
-    if (svd_full(turned, values, inner, right, n, width)) return -1;
-    matmul_product(U, r, left, width, 0, inner, width, 0, m, r, width, 0, 0, stream);
-    for (int j = 0; j < n; j++) memcpy(V + (size_t)j * (size_t)r, turned + (size_t)j * w, sizeof(float) * (size_t)r);
-    memcpy(s, values, sizeof(float) * (size_t)r);
-    return stream_check(stream);
+// to (rows, cols) with row stride ldt = from (rows, cols) with row stride ldf
+static inline void linalg_columns(float *to, int64_t ldt, const float *from, int64_t ldf, int64_t rows, int64_t cols,
+                                  Stream *stream) {
+    if (stream->failed) return;
+    for (int64_t i = 0; i < rows; i++) memcpy(to + i * ldt, from + i * ldf, sizeof(float) * (size_t)cols);
 }
 
-// The r largest singular values of A (m,n) with their vectors, by the quicker way: all of them, cut to r, where A is
-// small or r is over half of min(m,n); else svd_subspace, from V if warm. Shapes and errors as there.
-static inline int svd_truncated(float *U, float *s, float *V, const float *A, int m, int n, int r, int warm,
-                                uint64_t seed, uint32_t sub, Stream *stream) {
-    int k = m < n ? m : n;
-    if (r == k) return svd_full(U, s, V, A, m, n);
-    if (k > SVD_FULL_MAX && r <= k / 2)
-        return svd_subspace(U, s, V, A, m, n, r, warm, warm ? SVD_WARM_ITERATIONS : SVD_COLD_ITERATIONS, seed, sub,
-                            stream);
-    size_t wide = (size_t)k, n_left = (size_t)m * wide, n_right = (size_t)n * wide;
-    float *left = (float *)scratch_get(&stream->scratch[SCRATCH_OP], sizeof(float) * (n_left + n_right + wide));
-    if (left == NULL) return -1;
-    float *right = left + n_left, *values = right + n_right; // (m,k), (n,k), (k)
-    if (svd_full(left, values, right, A, m, n)) return -1;
-    for (int i = 0; i < m; i++) memcpy(U + (size_t)i * (size_t)r, left + (size_t)i * wide, sizeof(float) * (size_t)r);
-    for (int j = 0; j < n; j++) memcpy(V + (size_t)j * (size_t)r, right + (size_t)j * wide, sizeof(float) * (size_t)r);
-    memcpy(s, values, sizeof(float) * (size_t)r);
-    return 0;
+// out (n) = standard normals of the sequence `sub`
+static inline void linalg_normal(float *out, int64_t n, uint64_t seed, uint32_t sub, Stream *stream) {
+    if (!stream->failed) rand_normal(out, n, seed, RAND_SVD, sub);
 }
+
+#include "svd.h" // svd_subspace, svd_truncated
 
 #endif

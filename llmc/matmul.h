@@ -184,6 +184,11 @@ static inline int64_t matmul_slice(int64_t M, int64_t K) {
     return M * K <= MATMUL_SLICE ? M : MATMUL_SLICE / K > 0 ? MATMUL_SLICE / K : 1;
 }
 
+// Bytes of bf16 copies that a stream keeps for products of at most so many values each.
+static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads, Precision precision) {
+    return precision == PRECISION_BF16 ? 2 * ((weight < MATMUL_SLICE ? weight : MATMUL_SLICE) + inputs + grads) : 0;
+}
+
 // out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).
 static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M, int accumulate,
                                   Stream *stream) {

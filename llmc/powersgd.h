@@ -17,9 +17,11 @@
 #include "matmul.h" // matmul_product
 #include "rand.h"   // rand_normal
 
-// Q (n,r) = standard normals, the same on every replica; `sub` is the tensor.
-static inline void powersgd_init(float *Q, int n, int r, uint64_t seed, uint32_t sub) {
+// Q (n,r) = standard normals, the same on every replica; `sub` is the tensor. Returns 0, or -1: the stream has failed.
+static inline int powersgd_init(float *Q, int n, int r, uint64_t seed, uint32_t sub, Stream *stream) {
+    if (stream_check(stream)) return -1;
     rand_normal(Q, (int64_t)n * r, seed, RAND_POWERSGD, sub);
+    return 0;
 }
 
 // P (m,r) = delta (m,n) Q (n,r)
@@ -47,7 +49,7 @@ static inline void powersgd_error(float *error, const float *delta, const float 
         return;
     }
     for (int64_t i = 0; i < count; i++) minus[i] = -P[i];
-    if (error != delta) device_copy(error, delta, sizeof(float) * (size_t)m * (size_t)n);
+    if (error != delta) device_copy(error, delta, sizeof(float) * (size_t)m * (size_t)n, stream);
     matmul_product(error, n, minus, r, 0, Q_own, r, 1, m, n, r, 0, 1, stream);
 }
 

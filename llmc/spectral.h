@@ -6,16 +6,15 @@
 
 #include <stddef.h> // size_t
 
-#include "device.h" // Stream, scratch_get
-#include "matmul.h" // matmul_product
+#include "device.h"   // Stream, scratch_get
+#include "matmul.h"   // matmul_product
+#include "response.h" // response_of
 
 // d (r) in [0, 1) from s (r), descending, tau > 0. 0 for s_i <= 0 and for NaN.
-static inline void spectral_response(float *d, const float *s, int r, float tau, int relative) {
+static inline void spectral_response(float *d, const float *s, int r, float tau, int relative, Stream *stream) {
+    if (stream->failed) return;
     float scale = relative ? tau * s[0] : tau;
-    for (int i = 0; i < r; i++) {
-        float response = s[i] > 0.0f ? s[i] / (s[i] + scale) : 0.0f;
-        d[i] = response < 1.0f ? response : 1.0f - 0x1p-24f; // rounding reaches 1 at s = 2^24 tau; inf/inf
-    }
+    for (int i = 0; i < r; i++) d[i] = response_of(s[i], scale);
 }
 
 // grad (m,n) in place, U (m,r), d (r), V (n,r). alpha 1 touches nothing. Products are fp32 whatever the stream's

@@ -1,5 +1,6 @@
 // Vectors of fp32 values: gradients, parameters and what replicas average. CPU.
 //   scale      x *= factor                                   in place
+//   subtract   x -= y                                        in place
 //   mean       to = (values[0] + values[1] + ...) / count    overwritten, added in the order of the pointers
 //   round      x = bf16(x), nearest even                     in place, stays fp32
 //   momentum   m = beta*m + (1-beta)*x                       in place
@@ -16,6 +17,12 @@
 static inline void vector_scale(float *x, int64_t n, float factor, Stream *stream) {
 #pragma omp parallel for simd num_threads(stream->threads) schedule(static)
     for (int64_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+// x, y (n)
+static inline void vector_subtract(float *x, const float *y, int64_t n, Stream *stream) {
+#pragma omp parallel for simd num_threads(stream->threads) schedule(static)
+    for (int64_t i = 0; i < n; i++) x[i] -= y[i];
 }
 
 // to (n) =, n_values vectors values[.] (n). to may be one of them.

@@ -4,9 +4,10 @@
 #   study_run NAME OPTIONS...   one run, unless the CSV has it
 #   study_table                 the CSV as a table
 #
-# Set from outside: STEPS (100), BATCH (8 sequences a replica), LR (1e-3), TAG (default), DATA and VAL (the medical definitions).
+# Set from outside: STEPS (100), BATCH (8 sequences a replica), LR (1e-3), SEED (1), TAG (default), DATA and VAL (the
+# medical definitions), ONLY (a pattern: the runs whose name matches it all, '(Dense|M95.*)').
 set -eu
-STEPS=${STEPS:-100} BATCH=${BATCH:-8} LR=${LR:-1e-3} TAG=${TAG:-default}
+STEPS=${STEPS:-100} BATCH=${BATCH:-8} LR=${LR:-1e-3} SEED=${SEED:-1} TAG=${TAG:-default} ONLY=${ONLY:-.*}
 DATA=${DATA:-data/medical/train.jsonl} VAL=${VAL:-data/medical/val.jsonl}
 study_folder=runs/$study-$TAG
 study_csv=$study_folder.csv
@@ -21,13 +22,14 @@ study_last() { sed -n "s/.*\"$2\":\([-0-9.e+]*\).*/\1/p" "$1" | awk '{ last = $1
 study_run() {
     name=$1
     shift
+    if ! echo "$name" | grep -Eqx -- "$ONLY"; then return; fi
     mkdir -p runs
     [ -s "$study_csv" ] || echo $columns > "$study_csv"
     if grep -q "^$name," "$study_csv"; then return; fi
     run=$study_folder/$name
     rm -rf "$run"
     mkdir -p "$run"
-    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b "$BATCH" -t 256 -y 4 \
+    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b "$BATCH" -t 256 -y 4 --seed "$SEED" \
         --val-every $((STEPS / 3)) --val-tokens 32768 --save-every 1000000 --keep 1 --probe $((STEPS / 6)) \
         --link-mbps 200 --device-tflops 4 "$@" > "$run/output.txt" 2>&1 ||
         { tail -3 "$run/output.txt"; echo "study: $name failed, see $run/output.txt"; return 1; }

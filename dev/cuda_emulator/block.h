@@ -153,20 +153,19 @@ EMU_UNCHECKED inline void wait_turn() {
     if (next != current) leave(next, false);
 }
 
-// Completes the collective of mask if all its lanes have come. `self`, if any, is the running one of them.
-EMU_UNCHECKED inline bool collective_complete(Warp *warp, unsigned mask, unsigned self) {
-    unsigned lanes = mask & ~warp->done & warp->lanes;
+// Completes the collective of mask if all its lanes have come, the running one last.
+EMU_UNCHECKED inline bool collective_complete(Warp *warp, unsigned mask) {
+    unsigned lanes = mask & warp->lanes; // those of a short last warp do not exist
     if ((warp->collective & lanes) != lanes) return false;
-    const Thread *first = &warp->threads[__builtin_ctz(lanes)];
     for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
         const Thread *thread = &warp->threads[__builtin_ctz(rest)];
-        if (thread->mask != mask || thread->combine != first->combine)
+        if (thread->mask != mask || thread->combine != current->combine)
             die("mismatched collectives in a warp: lane %u is at %s with mask %08x, lane %u at %s with mask %08x",
                 thread->lane, thread->what, thread->mask, current->lane, current->what, current->mask);
     }
-    if (first->combine != nullptr) first->combine(warp->operands, lanes);
+    current->combine(warp->operands, lanes);
     warp->collective &= ~lanes;
-    warp->ready |= lanes & ~self;
+    warp->ready |= lanes & ~(1u << current->lane);
     return true;
 }
 
@@ -176,10 +175,13 @@ EMU_UNCHECKED inline void collective(unsigned mask, Combine combine, void *opera
     Warp *warp = thread->warp;
     unsigned self = 1u << thread->lane;
     if ((mask & self) == 0) die("%s: mask %08x is without its own lane %u", what, mask, thread->lane);
+    if ((mask & warp->done) != 0)
+        die("mismatched collectives in a warp: lane %u is at %s with mask %08x, of which %08x have left the kernel",
+            thread->lane, what, mask, mask & warp->done);
     thread->mask = mask, thread->combine = combine, thread->what = what;
     warp->operands[thread->lane] = operand;
     warp->collective |= self;
-    if (!collective_complete(warp, mask, self)) {
+    if (!collective_complete(warp, mask)) {
         wait_turn();
     } else if ((chance() & 15) == 0) { // now and then another warp goes first
         warp->ready |= self;
@@ -226,9 +228,11 @@ EMU_UNCHECKED inline void thread_done() {
     warp->done |= 1u << current->lane;
     current->fiber = nullptr; // as the next block wants to find it
     if (current->copy_group > 0) current->copies.clear(), current->copy_group = 0;
-    for (unsigned rest = warp->collective; rest != 0; rest &= rest - 1) { // they may have waited for this one only
-        unsigned lane = (unsigned)__builtin_ctz(rest);
-        if (warp->collective >> lane & 1) collective_complete(warp, warp->threads[lane].mask, 0);
+    for (unsigned rest = warp->collective; rest != 0; rest &= rest - 1) {
+        const Thread *thread = &warp->threads[__builtin_ctz(rest)];
+        if (thread->mask >> current->lane & 1)
+            die("mismatched collectives in a warp: lane %u waits at %s with mask %08x, lane %u leaves the kernel",
+                thread->lane, thread->what, thread->mask, current->lane);
     }
     Thread *next = pick_lane(warp);
     if (next == nullptr) next = pick_warp();

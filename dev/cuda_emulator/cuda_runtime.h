@@ -13,9 +13,11 @@
 //   EMU_DEVICES=n     so many devices (1, at most 8)
 //   EMU_MEMORY_MB=n   so much memory each (16384)
 //
-// Limits. One thread runs at a time, and only changes where it waits: a race between two instructions without a wait
-// between them shows only if the order of whole stretches matters. A __shared__ variable is a static variable: it must
-// stand in the __global__ function itself (helpers get a pointer), and it may be better aligned than on a GPU, so say
+// Limits. Without ASan, reads past an end and writes past a __shared__ variable go unseen. While one host thread has
+// the emulator at work, another's touch of device memory does. One CUDA thread runs at a time, and only changes where
+// it waits: a race between two instructions without a wait between them shows only if the order of whole stretches
+// matters. A __shared__ variable is a static variable: it must stand in the __global__ function itself (helpers get a
+// pointer), and it may be better aligned than on a GPU, so say
 // __align__(16) where 16-byte accesses need it. No textures, no cooperative groups, no dynamic parallelism, no graphs.
 // Calls are those the program makes; add others here as they are needed. Source text is our own throughout.
 #ifndef EMULATOR_CUDA_RUNTIME_H
@@ -65,12 +67,12 @@ struct cudaDeviceProp {
 };
 
 inline cudaError_t cudaGetDeviceCount(int *count) {
-    *count = emu::device_count();
+    *count = emu::n_devices;
     return emu::set_error(*count > 0 ? cudaSuccess : cudaErrorNoDevice);
 }
 
 inline cudaError_t cudaSetDevice(int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     emu::current_device = device;
     return cudaSuccess;
 }
@@ -81,7 +83,7 @@ inline cudaError_t cudaGetDevice(int *device) {
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock: *value = (int)emu::MAX_THREADS; break;
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)emu::SHARED_BYTES; break;
@@ -99,7 +101,7 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, 
 }
 
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
-    if (device < 0 || device >= emu::device_count()) return emu::set_error(cudaErrorInvalidDevice);
+    if (device < 0 || device >= emu::n_devices) return emu::set_error(cudaErrorInvalidDevice);
     *properties = cudaDeviceProp{"emulated device",
                                  (size_t)16 << 30,
                                  emu::SHARED_BYTES,
@@ -263,6 +265,7 @@ enum cudaMemcpyKind {
     cudaMemcpyDeviceToDevice,
     cudaMemcpyDefault
 };
+enum { cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1 };
 enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4 };
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
 
@@ -315,6 +318,19 @@ inline cudaError_t cudaFreeHost(void *pointer) {
     if (emu::pinned.erase((char *)pointer) == 0) return emu::set_error(cudaErrorInvalidValue);
     free(pointer);
     return cudaSuccess;
+}
+
+inline cudaError_t cudaHostRegister(void *pointer, size_t n_bytes, unsigned) {
+    std::lock_guard<std::recursive_mutex> guard(emu::lock);
+    if (emu::is_pinned(pointer)) return emu::set_error(cudaErrorInvalidValue);
+    emu::pinned[(char *)pointer] = n_bytes;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaHostUnregister(void *pointer) {
+    std::lock_guard<std::recursive_mutex> guard(emu::lock);
+    emu::drain_device(-1);
+    return emu::set_error(emu::pinned.erase((char *)pointer) != 0 ? cudaSuccess : cudaErrorInvalidValue);
 }
 
 inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {

@@ -9,8 +9,11 @@
 
 #include "base.h" // die
 
-#if !defined(__x86_64__)
-#include <ucontext.h>
+#if defined(__x86_64__) && !defined(EMU_UCONTEXT) // -DEMU_UCONTEXT tries the other way here
+#define EMU_JUMP 1
+#else
+#define EMU_JUMP 0
+#include <ucontext.h> // swapcontext
 #endif
 
 namespace emu {
@@ -19,7 +22,7 @@ namespace emu {
 constexpr size_t STACK_BYTES = (EMU_ASAN ? 65 : 33) << 12;
 
 struct Fiber {
-#if defined(__x86_64__)
+#if EMU_JUMP
     void *sp = nullptr;
 #else
     ucontext_t context;
@@ -36,7 +39,7 @@ inline char *stacks_first = nullptr; // the range of all stacks, for the fault h
 inline char *stacks_last = nullptr;
 inline unsigned n_fibers = 0;
 
-#if defined(__x86_64__)
+#if EMU_JUMP
 // Pushes what the caller wants kept, leaves the stack pointer in *save, and continues on the other stack.
 __attribute__((naked, noinline, noipa, unused)) static void fiber_jump(void ** /*save: rdi*/, void * /*to: rsi*/) {
     asm volatile("pushq %rbp\n\tpushq %rbx\n\tpushq %r12\n\tpushq %r13\n\tpushq %r14\n\tpushq %r15\n\t"
@@ -63,7 +66,7 @@ EMU_UNCHECKED inline void fiber_switch(Fiber *to) {
 #if EMU_ASAN
     __sanitizer_start_switch_fiber(&from->fake_stack, to->bottom, to->size);
 #endif
-#if defined(__x86_64__)
+#if EMU_JUMP
     fiber_jump(&from->sp, to->sp);
 #else
     swapcontext(&from->context, &to->context);
@@ -85,7 +88,7 @@ inline Fiber *fiber_new(void (*main)()) {
     size_t colour = (n_fibers++ * 7 % 61) * 64;
     fiber->bottom = fiber->stack + page;
     fiber->size = STACK_BYTES - page - colour;
-#if defined(__x86_64__)
+#if EMU_JUMP
     void **top = (void **)(fiber->stack + STACK_BYTES - colour) - 2;
     top[0] = (void *)main; // where `ret` goes, with the stack as after a call; above it no return address
     top[1] = nullptr;

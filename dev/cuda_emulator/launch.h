@@ -36,22 +36,9 @@ inline char *dynamic_shared_start() {
     return dynamic_shared.bytes + GUARD_BYTES + 16;
 }
 
-// Writes that no checker looks at: __shared__ variables have redzones between them.
-__attribute__((no_sanitize_address)) inline void fill(char *to, size_t n_bytes, unsigned char value) {
-    void *start = to;
-    asm volatile("" : "+r"(start));
-    for (size_t i = 0; i < n_bytes; i++) ((volatile char *)start)[i] = (char)value;
-}
-
 // Before a block: all shared memory is NaN, whatever the block before it left there.
 inline void shared_prepare(const KernelInfo *info, size_t dynamic_bytes) {
-    for (const SharedVariable &variable : info->shared) {
-#if EMU_ASAN
-        fill(variable.start, variable.n_bytes, 0xFF);
-#else
-        memset(variable.start, 0xFF, variable.n_bytes);
-#endif
-    }
+    for (const SharedVariable &variable : info->shared) memset(variable.start, 0xFF, variable.n_bytes);
     memset(dynamic_shared_start(), 0xFF, dynamic_bytes);
 }
 

@@ -32,14 +32,12 @@ inline Arena arenas[MAX_DEVICES];
 inline std::map<char *, size_t> pinned; // host memory that device code may touch: start -> bytes
 inline unsigned opened = 0;             // a bit for each device whose memory is open
 
-inline int device_count() {
-    static const int count = [] {
-        const char *text = getenv("EMU_DEVICES");
-        int n = text != nullptr ? atoi(text) : 1;
-        return n < 0 ? 0 : n > MAX_DEVICES ? MAX_DEVICES : n;
-    }();
-    return count;
+inline int devices_asked() {
+    const char *text = getenv("EMU_DEVICES");
+    int n = text != nullptr ? atoi(text) : 1;
+    return n < 0 ? 0 : n > MAX_DEVICES ? MAX_DEVICES : n;
 }
+inline int n_devices = devices_asked();
 
 // The piece that holds address, or the closest one below it.
 inline std::map<char *, size_t>::const_iterator piece_below(const std::map<char *, size_t> &pieces,
@@ -79,6 +77,8 @@ inline void on_fault(int signal, siginfo_t *info, void *context) {
             (void *)address, offset, n_bytes);
     }
     if (address >= stacks_first && address < stacks_last) die("stack overflow in device code");
+    if (!EMU_ASAN && running_kernel != nullptr)
+        die("device code touches %p, which is no memory, or its address is no multiple of the access", (void *)address);
     if ((old_segv.sa_flags & SA_SIGINFO) != 0) {
         old_segv.sa_sigaction(signal, info, context);
     } else {
@@ -108,7 +108,7 @@ inline void install_handler() {
 }
 
 inline void protect(unsigned devices, int protection) {
-    for (int d = 0; d < device_count(); d++)
+    for (int d = 0; d < n_devices; d++)
         if (devices >> d & 1 && arenas[d].top > 0)
             if (mprotect(arenas[d].base, (arenas[d].top + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES, protection))
                 die("mprotect of device memory failed");

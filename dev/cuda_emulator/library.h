@@ -1,0 +1,20 @@
+// What the emulator's stand-ins for libraries share: is memory the device's, and work for a stream.
+#ifndef EMULATOR_LIBRARY_H
+#define EMULATOR_LIBRARY_H
+
+#include <cuda_runtime.h> // cudaStream_t, emu::arenas, emu::enqueue
+
+namespace emu {
+
+// Do n_bytes from pointer on lie in one live piece of a device's memory?
+inline bool is_device(const void *pointer, size_t n_bytes) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    int device = device_of(pointer);
+    if (device < 0) return false;
+    auto piece = piece_below(arenas[device].live, pointer);
+    return piece != arenas[device].live.end() && (const char *)pointer + n_bytes <= piece->first + piece->second;
+}
+
+} // namespace emu
+
+#endif
