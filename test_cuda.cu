@@ -23,9 +23,13 @@
 #include "dev/cuda_tests/swiglu.h"
 #include "dev/cuda_tests/vector.h"
 #include "dev/cuda_tests/linalg.h"
+#include "dev/cuda_tests/mask.h"
 #include "dev/cuda_tests/matmul.h"
 #include "dev/cuda_tests/nccl.h"
+#include "dev/cuda_tests/outer.h"
 #include "dev/cuda_tests/powersgd.h"
+#include "dev/cuda_tests/rmsnorm.h"
+#include "dev/cuda_tests/rope.h"
 #include "dev/cuda_tests/spectral.h"
 #include "dev/cuda_tests/attention.h"
 

@@ -81,20 +81,20 @@ __global__ static void __launch_bounds__(RMSNORM_MAX_BLOCK)
         const floatX *row = x + (size_t)n * C, *grad = dout + (size_t)n * C;
         floatX *to = dx + (size_t)n * C;
         float scale = rstd[n], dot = 0.0f;
-        Values<WIDTH> x0 = {},
-                      g0 = {}; // the thread's first pack stays in registers: for C up to 4096 it is the only one
+        // The thread's first pack is loaded once, dx too, before the barriers; for C up to 4096 it is the only one.
+        Values<WIDTH> x0 = {}, g0 = {}, d0 = {};
         for (int c = first; c < C; c += step) {
             Values<WIDTH> xs = values_load<WIDTH>(row + c), gs = values_load<WIDTH>(grad + c);
             Values<WIDTH> w = values_load<WIDTH>(weight + c);
+            if (c == first) x0 = xs, g0 = gs, d0 = values_load<WIDTH>(to + c);
             for (int j = 0; j < WIDTH; j++) dot += gs.v[j] * w.v[j] * xs.v[j];
-            if (c == first) x0 = xs, g0 = gs;
         }
         float mean = block_sum(dot, warps) * scale * scale / (float)C;
         for (int c = first; c < C; c += step) {
             Values<WIDTH> xs = c == first ? x0 : values_load<WIDTH>(row + c);
             Values<WIDTH> gs = c == first ? g0 : values_load<WIDTH>(grad + c);
             Values<WIDTH> w = values_load<WIDTH>(weight + c), sum = values_load<WIDTH>(sums + c);
-            Values<WIDTH> d = values_load<WIDTH>(to + c);
+            Values<WIDTH> d = c == first ? d0 : values_load<WIDTH>(to + c);
             for (int j = 0; j < WIDTH; j++) {
                 d.v[j] += scale * (gs.v[j] * w.v[j] - xs.v[j] * mean);
                 sum.v[j] += gs.v[j] * xs.v[j] * scale;

@@ -1,5 +1,6 @@
 // RMSNorm: C straddles packs, what a warp keeps of a row (2048 in bf16, 1024 in fp32) and what fits into shared memory
 // (8192); N the rows of a block and the 512 blocks of the backward; tiny x, where eps matters.
+// Sums of a row: the CPU adds up to 8193 squares one after the other, which costs it 4e-6.
 // Must fail for: eps left out, rows beyond the kept part left out of the sum, dx or dweight overwritten, a block's
 // share of dweight left out.
 #include <stddef.h> // size_t
@@ -31,9 +32,9 @@ static void rmsnorm_case(int N, int C, float scale, int offset) {
     float *first = host_of_device(device_dweight, C), *second = host_of_device(again, C);
     check_same(first, second, sizeof(float) * (size_t)C, "dweight, twice");
     check_device(device_out, out, n, FLOATX_TOL, "out");
-    check_device(device_rstd, rstd, N, 1e-6, "rstd");
+    check_device(device_rstd, rstd, N, 5e-6, "rstd");
     check_device(device_dx, dx, n, FLOATX_TOL, "dx");
-    check_device(device_dweight, dweight, C, 1e-6, "dweight");
+    check_device(device_dweight, dweight, C, 5e-6, "dweight");
     device_release(device_x, n + offset, "x");
     device_release(device_dout, n, "dout");
     device_release(device_weight, C, "weight");
