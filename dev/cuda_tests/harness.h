@@ -14,7 +14,7 @@
 #include <stdarg.h>   // va_list
 #include <stdint.h>   // fixed-width integers
 #include <stdio.h>    // printf
-#include <stdlib.h>   // malloc
+#include <stdlib.h>   // calloc
 #include <string.h>   // strstr
 #include <sys/mman.h> // the CPU's device.h
 #include <time.h>     // clock_gettime
@@ -109,7 +109,7 @@ static inline int check_message(const char *part, const char *what) {
 
 // n values of a standard normal times scale, reproducible by `sub`. Release with free.
 static inline float *host_random(int64_t n, uint32_t sub, float scale) {
-    float *values = (float *)malloc(sizeof(float) * (size_t)(n + 4));
+    float *values = (float *)calloc((size_t)n + 4, sizeof(float));
     for (int64_t i = 0; i < n; i += 4) rand_normal4(values + i, 99, RAND_TEST, sub, (uint64_t)i / 4);
     for (int64_t i = 0; i < n; i++) values[i] *= scale;
     return values;
@@ -124,7 +124,7 @@ static inline float *host_random_x(int64_t n, uint32_t sub, float scale) {
 
 // n values that are NaN.
 static inline float *host_nan(int64_t n) {
-    float *values = (float *)malloc(sizeof(float) * (size_t)(n + 1));
+    float *values = (float *)calloc((size_t)n + 1, sizeof(float));
     for (int64_t i = 0; i < n; i++) values[i] = NAN;
     return values;
 }
@@ -159,7 +159,7 @@ template <typename T> static T *device_of_host(const T *values, int64_t n) {
 
 // A guarded copy of n floats, rounded to floatX.
 static inline floatX *device_of_host_x(const float *values, int64_t n) {
-    floatX *rounded = (floatX *)malloc(sizeof(floatX) * (size_t)(n + 1));
+    floatX *rounded = (floatX *)calloc((size_t)n + 1, sizeof(floatX));
     for (int64_t i = 0; i < n; i++) rounded[i] = to_floatX(values[i]);
     floatX *device = device_of_host(rounded, n);
     free(rounded);
@@ -168,7 +168,7 @@ static inline floatX *device_of_host_x(const float *values, int64_t n) {
 
 // What the device array holds once all work is done. Release with free.
 template <typename T> static T *host_of_device(const T *device, int64_t n) {
-    T *values = (T *)malloc(sizeof(T) * (size_t)(n + 1));
+    T *values = (T *)calloc((size_t)n + 1, sizeof(T));
     need_cuda(cudaDeviceSynchronize(), "the kernels of this test");
     if (n > 0) need_cuda(cudaMemcpy(values, device, sizeof(T) * (size_t)n, cudaMemcpyDeviceToHost), "copy");
     return values;
@@ -177,7 +177,7 @@ template <typename T> static T *host_of_device(const T *device, int64_t n) {
 // The same as floats.
 static inline float *host_of_device_x(const floatX *device, int64_t n) {
     floatX *rounded = host_of_device(device, n);
-    float *values = (float *)malloc(sizeof(float) * (size_t)(n + 1));
+    float *values = (float *)calloc((size_t)n + 1, sizeof(float));
     for (int64_t i = 0; i < n; i++) values[i] = to_float(rounded[i]);
     free(rounded);
     return values;
