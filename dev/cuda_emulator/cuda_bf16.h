@@ -62,20 +62,11 @@ inline float2 __bfloat1622float2(__nv_bfloat162 value) {
 inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) {
     return __nv_bfloat162(x, y);
 }
-inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 value) {
-    return __nv_bfloat162(value, value);
-}
 inline float __low2float(__nv_bfloat162 value) {
     return (float)value.x;
 }
 inline float __high2float(__nv_bfloat162 value) {
     return (float)value.y;
-}
-inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 value) {
-    return value.x;
-}
-inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 value) {
-    return value.y;
 }
 
 #define EMU_BF16(operation, name)                                                                                      \
@@ -93,12 +84,5 @@ EMU_BF16(-, __hsub)
 EMU_BF16(*, __hmul)
 EMU_BF16(/, __hdiv)
 #undef EMU_BF16
-
-inline __nv_bfloat16 __hfma(__nv_bfloat16 a, __nv_bfloat16 b, __nv_bfloat16 c) {
-    return __nv_bfloat16(fmaf((float)a, (float)b, (float)c));
-}
-inline bool __hisnan(__nv_bfloat16 value) {
-    return (value.bits & 0x7FFF) > 0x7F80;
-}
 
 #endif

@@ -411,17 +411,6 @@ inline cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, siz
     return cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, stream);
 }
 
-inline cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                                     size_t height, cudaMemcpyKind kind, cudaStream_t stream = nullptr) {
-    if (width > to_pitch || width > from_pitch) return emu::set_error(cudaErrorInvalidValue);
-    for (size_t row = 0; row < height; row++) {
-        cudaError_t error =
-            cudaMemcpyAsync((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind, stream);
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
-}
-
 inline cudaError_t cudaMemsetAsync(void *to, int value, size_t n_bytes, cudaStream_t stream = nullptr) {
     std::lock_guard<std::recursive_mutex> guard(emu::lock);
     if (n_bytes == 0) return cudaSuccess;

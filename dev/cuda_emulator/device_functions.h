@@ -34,9 +34,6 @@
 
 EMU_VECTORS(float, float)
 EMU_VECTORS(int, int)
-EMU_VECTORS(short, short)
-EMU_VECTORS(unsigned short, ushort)
-EMU_VECTORS(unsigned char, uchar)
 #undef EMU_VECTORS
 
 struct alignas(8) [[gnu::may_alias]] uint2 {
@@ -48,24 +45,8 @@ struct alignas(16) [[gnu::may_alias]] uint4 {
 struct alignas(16) [[gnu::may_alias]] double2 {
     double x, y;
 };
-struct alignas(16) [[gnu::may_alias]] longlong2 {
-    long long x, y;
-};
-struct alignas(16) [[gnu::may_alias]] ulonglong2 {
-    unsigned long long x, y;
-};
-
-inline uint2 make_uint2(unsigned x, unsigned y) {
-    return uint2{x, y};
-}
-inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) {
-    return uint3{x, y, z};
-}
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
     return uint4{x, y, z, w};
-}
-inline double2 make_double2(double x, double y) {
-    return double2{x, y};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -259,12 +240,6 @@ template <class T> T emu_exchange(T *address, T value) {
     inline type atomicMin(type *address, type value) {                                                                 \
         return emu_exchange(address, *address < value ? *address : value);                                             \
     }                                                                                                                  \
-    inline type atomicOr(type *address, type value) {                                                                  \
-        return emu_exchange(address, *address | value);                                                                \
-    }                                                                                                                  \
-    inline type atomicAnd(type *address, type value) {                                                                 \
-        return emu_exchange(address, *address & value);                                                                \
-    }                                                                                                                  \
     inline type atomicCAS(type *address, type expected, type value) {                                                  \
         return emu_exchange(address, *address == expected ? value : *address);                                         \
     }
@@ -276,15 +251,6 @@ EMU_INTEGER_ATOMICS(unsigned)
 EMU_INTEGER_ATOMICS(unsigned long long)
 #undef EMU_ATOMICS
 #undef EMU_INTEGER_ATOMICS
-
-inline int atomicSub(int *address, int value) {
-    return atomicAdd(address, -value);
-}
-
-// atomicInc wraps to 0 after limit.
-inline unsigned atomicInc(unsigned *address, unsigned limit) {
-    return emu_exchange(address, *address >= limit ? 0u : *address + 1u);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads and stores with a cache hint
@@ -298,22 +264,10 @@ template <class T> T __ldcs(const T *address) {
 template <class T> T __ldcg(const T *address) {
     return *address;
 }
-template <class T> T __ldca(const T *address) {
-    return *address;
-}
-template <class T> T __ldlu(const T *address) {
-    return *address;
-}
 template <class T> void __stcs(T *address, T value) {
     *address = value;
 }
 template <class T> void __stcg(T *address, T value) {
-    *address = value;
-}
-template <class T> void __stwb(T *address, T value) {
-    *address = value;
-}
-template <class T> void __stwt(T *address, T value) {
     *address = value;
 }
 
@@ -322,9 +276,6 @@ template <class T> void __stwt(T *address, T value) {
 
 inline float __expf(float x) {
     return expf(x);
-}
-inline float __exp10f(float x) {
-    return powf(10.0f, x);
 }
 inline float __logf(float x) {
     return logf(x);
@@ -337,12 +288,6 @@ inline float __sinf(float x) {
 }
 inline float __cosf(float x) {
     return cosf(x);
-}
-inline void __sincosf(float x, float *sine, float *cosine) {
-    *sine = sinf(x), *cosine = cosf(x);
-}
-inline float __powf(float x, float y) {
-    return powf(x, y);
 }
 inline float __fdividef(float a, float b) {
     return a / b;
@@ -377,17 +322,11 @@ EMU_ROUNDED(__ddiv_rn, double, a / b)
 inline float __fmaf_rn(float a, float b, float c) {
     return fmaf(a, b, c);
 }
-inline double __fma_rn(double a, double b, double c) {
-    return fma(a, b, c);
-}
 inline float __fsqrt_rn(float x) {
     return sqrtf(x);
 }
 inline float __frcp_rn(float x) {
     return 1.0f / x;
-}
-inline float __frsqrt_rn(float x) {
-    return (float)(1.0 / sqrt((double)x));
 }
 
 template <class To, class From> To emu_bits(From from) {
@@ -409,54 +348,15 @@ inline float __int_as_float(int x) {
 inline float __uint_as_float(unsigned x) {
     return emu_bits<float>(x);
 }
-inline long long __double_as_longlong(double x) {
-    return emu_bits<long long>(x);
-}
-inline double __longlong_as_double(long long x) {
-    return emu_bits<double>(x);
-}
-inline int __float2int_rn(float x) {
-    return (int)lrintf(x);
-}
-inline int __float2int_rz(float x) {
-    return (int)x;
-}
-inline int __float2int_rd(float x) {
-    return (int)floorf(x);
-}
-inline int __float2int_ru(float x) {
-    return (int)ceilf(x);
-}
-inline unsigned __float2uint_rn(float x) {
-    return (unsigned)llrintf(x);
-}
-inline float __int2float_rn(int x) {
-    return (float)x;
-}
-inline float __uint2float_rn(unsigned x) {
-    return (float)x;
-}
-inline float __double2float_rn(double x) {
-    return (float)x;
-}
 
 inline int __popc(unsigned x) {
     return __builtin_popcount(x);
 }
-inline int __popcll(unsigned long long x) {
-    return __builtin_popcountll(x);
-}
 inline int __clz(int x) {
     return x != 0 ? __builtin_clz((unsigned)x) : 32;
 }
-inline int __clzll(long long x) {
-    return x != 0 ? __builtin_clzll((unsigned long long)x) : 64;
-}
 inline int __ffs(int x) {
     return __builtin_ffs(x);
-}
-inline int __ffsll(long long x) {
-    return __builtin_ffsll(x);
 }
 inline unsigned __brev(unsigned x) {
     unsigned result = 0;
@@ -465,18 +365,6 @@ inline unsigned __brev(unsigned x) {
 }
 inline unsigned __umulhi(unsigned a, unsigned b) {
     return (unsigned)((uint64_t)a * b >> 32);
-}
-inline int __mulhi(int a, int b) {
-    return (int)((int64_t)a * b >> 32);
-}
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return (unsigned long long)((unsigned __int128)a * b >> 64);
-}
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-    return (unsigned)(((uint64_t)high << 32 | low) << (shift & 31) >> 32);
-}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     uint64_t bytes = (uint64_t)high << 32 | low;
@@ -504,12 +392,6 @@ inline double max(double a, double b) {
 }
 inline double min(double a, double b) {
     return fmin(a, b);
-}
-
-[[noreturn]] inline void __trap() {
-    emu::die("__trap");
-}
-inline void __nanosleep(unsigned) {
 }
 
 #endif

@@ -187,6 +187,72 @@ static void test_bf16_rounding(void) {
     device_release(out, 16, "out");
 }
 
+// Arithmetic of the device against the host's.
+enum { ARITHMETIC_RESULTS = 18 };
+
+__global__ static void arithmetic_kernel(float *out, const float *in, unsigned *words) {
+    float x = __ldg(&in[0]), y = __ldcg(&in[1]), product = __fmul_rn(x, y); // the difference below is not fused
+    out[0] = __expf(x), out[1] = __logf(x), out[2] = __log2f(x), out[3] = __sinf(x), out[4] = __cosf(x);
+    out[5] = __fdividef(x, y), out[6] = rsqrtf(x), out[7] = __frcp_rn(x), out[8] = __fsqrt_rn(x);
+    out[9] = __saturatef(x) + __saturatef(-x), out[10] = __fmaf_rn(x, y, -product);
+    out[11] = __fadd_rn(product, -__fmul_rn(y, x)) + 1.0f, out[12] = exp2f(x), out[13] = max(x, y) - min(x, y);
+    out[14] = (float)(rsqrt((double)x) * __dmul_rn(x, x));
+    __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    float2 both = __bfloat1622float2(__float22bfloat162_rn(make_float2(y, x)));
+    out[15] = __low2float(pair) - both.y + 2.0f, out[16] = __high2float(pair) - both.x + 2.0f;
+    out[17] = (float)(__halves2bfloat162(__float2bfloat16(x), __float2bfloat16(y)).y * __float2bfloat16(1.0f));
+    unsigned bits = __float_as_uint(x);
+    words[0] = (unsigned)__float_as_int(__int_as_float((int)bits)) ^ __float_as_uint(__uint_as_float(bits));
+    words[1] = __umulhi(0x80000001u, 6u);
+    __stcs(&words[2], (unsigned)__bfloat16_as_ushort(__ushort_as_bfloat16(0x3F81)));
+    __stcg(&words[3], atomicCAS(&words[8], 5u, 6u) * 10 + atomicCAS(&words[8], 5u, 7u)); // 5, then 6
+    words[4] = atomicExch(&words[8], 9u) * 10 + atomicMax(&words[8], 4u);                // 6, then 9
+    words[5] = atomicMin(&words[8], 2u) * 10 + atomicAdd(&words[8], 1u);                 // 9, then 2
+    __threadfence();
+    words[6] = words[8];
+    words[7] = (unsigned)__bfloat162float(__float2bfloat16_rn(3.0f));
+}
+
+static void test_arithmetic(void) {
+    float in[2] = {0.7310586f, 0.2689414f}, x = in[0], y = in[1];
+    float *expected = host_nan(ARITHMETIC_RESULTS);
+    unsigned words[9] = {0, 0, 0, 0, 0, 0, 0, 0, 5}, expected_words[9] = {0, 3, 0x3F81, 56, 69, 92, 3, 3, 3};
+    const float all[ARITHMETIC_RESULTS] = {expf(x),
+                                           logf(x),
+                                           log2f(x),
+                                           sinf(x),
+                                           cosf(x),
+                                           x / y,
+                                           1.0f / sqrtf(x),
+                                           1.0f / x,
+                                           sqrtf(x),
+                                           x,
+                                           (float)((double)x * y - (double)(float)((double)x * y)),
+                                           1.0f,
+                                           exp2f(x),
+                                           x - y,
+                                           (float)((double)x * x / sqrt((double)x)),
+                                           2.0f,
+                                           2.0f,
+                                           float_of_bf16(bf16_of_float(y))};
+    memcpy(expected, all, sizeof all);
+    float *din = device_of_host(in, 2), *out = device_nan<float>(ARITHMETIC_RESULTS);
+    unsigned *dwords = device_of_host(words, 9);
+    LAUNCH(arithmetic_kernel, 1, 1, 0, test_stream, out, din, dwords);
+    float *values = host_of_device(out, ARITHMETIC_RESULTS);
+    for (int i = 0; i < ARITHMETIC_RESULTS; i++) {
+        double error = fabs((double)values[i] - (double)all[i]) / fabs((double)all[i]);
+        check(error <= 2e-6, "arithmetic, result %d: %.9g, expected %.9g", i, (double)values[i], (double)all[i]);
+    }
+    free(values);
+    check_device(out, expected, ARITHMETIC_RESULTS, 2e-6, "arithmetic");
+    unsigned *back = host_of_device(dwords, 9);
+    check_same(back, expected_words, sizeof expected_words, "integers and atomics");
+    free(back);
+    device_release(din, 2, "in");
+    device_release(dwords, 9, "words");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensor cores
 
@@ -333,6 +399,7 @@ static void test_cuda_emulator(void) {
     test_pack<float>();
     test_pack<__nv_bfloat16>();
     test_bf16_rounding();
+    test_arithmetic();
     for (int layout = 0; layout < 4; layout++) test_mma(layout & 1, layout >> 1);
     test_device();
     test_refused();
