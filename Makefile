@@ -1,6 +1,8 @@
 # meshtune: `make demo` fine-tunes the base model on medical definitions, `make test` proves the mathematics.
 #
-#   make train              the program
+#   make train              the program, for the GPU of this machine if it has one and nvcc, else for the CPU
+#   make train DEVICE=cuda  for GPUs in any case; DEVICE=cpu. PRECISION=FP32: fp32 activations there, not bf16;
+#                           ARCH=sm_90: for one kind of GPU, ARCH=all: for all that nvcc knows; NCCL=1: for several GPUs
 #   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan, SANITIZE=thread: under
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
@@ -9,6 +11,8 @@
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
 
 CXX ?= g++
+comma := ,
+NVCC ?= nvcc
 CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
@@ -18,9 +22,32 @@ ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
 endif
-HEADERS := $(wildcard llmc/*.h)
-SOURCES := train_gpt.cu test_gpt.cu dev/bench.cu $(HEADERS)
+HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/mask_golden.h
+EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
+SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu $(HEADERS) $(EMULATOR)
 RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
+
+# The device: what DEVICE says, else a GPU that nvcc can build for.
+HAS_NVCC := $(shell command -v $(NVCC))
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -1)
+ifndef DEVICE
+DEVICE := $(if $(HAS_NVCC),$(if $(HAS_GPU),cuda,cpu),cpu)
+endif
+ifeq ($(filter $(DEVICE),cpu cuda),)
+$(error DEVICE=$(DEVICE): it is cpu or cuda)
+endif
+ifneq ($(filter-out FP32 BF16,$(PRECISION)),)
+$(error PRECISION=$(PRECISION): it is BF16 or FP32, of the activations of a CUDA build)
+endif
+
+# nvcc's side. Without a GPU to ask, the kinds of GPU from Ampere on that this nvcc knows.
+ALL_ARCHS := sm_80 sm_89 sm_90 sm_100 sm_120
+ARCH ?= $(if $(HAS_GPU),native,all)
+KNOWN_ARCHS = $(filter $(ALL_ARCHS),$(shell $(NVCC) --list-gpu-code 2>/dev/null))
+ARCH_FLAGS = $(if $(filter all,$(ARCH)),$(foreach a,$(KNOWN_ARCHS),-gencode arch=$(a:sm_%=compute_%),code=$(a)),-arch=$(ARCH))
+CUDA_FLAGS = -x cu -std=c++17 -O3 -DDEVICE_CUDA -D_GNU_SOURCE $(ARCH_FLAGS) --Werror all-warnings \
+    -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL)
+CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) -ljansson -lm
 
 ifeq ($(SANITIZE),1)
 TEST_FLAGS := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -30,16 +57,43 @@ TEST_ENV := OMP_THREAD_LIMIT=1 TSAN_OPTIONS="halt_on_error=1 suppressions=$(CURD
 else
 TEST_FLAGS := $(CFLAGS)
 endif
+# The emulator runs the CUDA program on the CPU. Kernels there are -O2: most of a build is compiling.
+EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
+EMULATED_FLAGS := $(if $(SANITIZE),$(TEST_FLAGS),-O2 -march=native)
 
-.PHONY: all setup demo test bench lint plot clean medical
+.PHONY: all setup demo test bench lint plot clean medical FORCE
 all: train
 
-train: train_gpt.cu $(HEADERS) Makefile
+# Says what is built, and builds anew what was built for something else.
+build/train.target: FORCE
+	@mkdir -p build
+	@echo "$(DEVICE) $(PRECISION) $(NCCL) $(if $(filter cuda,$(DEVICE)),$(ARCH))" | cmp -s - $@ || \
+	    echo "$(DEVICE) $(PRECISION) $(NCCL) $(if $(filter cuda,$(DEVICE)),$(ARCH))" > $@
+
+train: train_gpt.cu $(HEADERS) Makefile build/train.target
+ifeq ($(DEVICE),cuda)
+	@echo "make: CUDA, $(if $(filter FP32,$(PRECISION)),fp32,bf16), $(if $(filter all,$(ARCH)),$(KNOWN_ARCHS),$(ARCH))$(if $(NCCL),$(comma) NCCL), GPU here: $(or $(HAS_GPU),none)"
+	$(NVCC) $(CUDA_FLAGS) train_gpt.cu -o $@ $(CUDA_LIBS)
+else
+	@echo "make: CPU (nvcc: $(or $(HAS_NVCC),none), GPU: $(or $(HAS_GPU),none))"
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) train_gpt.cu -o $@ $(LIBS)
+endif
 
 build/test_gpt$(SANITIZE): test_gpt.cu train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
 	$(CC) -x c -std=c11 $(TEST_FLAGS) $(BASE) test_gpt.cu -o $@ $(LIBS)
+
+build/emulated_ops$(SANITIZE) build/emulated_ops_fp32$(SANITIZE): test_cuda.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile
+	@mkdir -p build
+	$(CXX) $(EMULATED) $(EMULATED_FLAGS) $(BASE) $(if $(findstring fp32,$@),-DFLOATX_FP32) test_cuda.cu -o $@ $(LIBS)
+
+build/emulated_gpt$(SANITIZE) build/emulated_gpt_fp32$(SANITIZE): test_gpt.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile
+	@mkdir -p build
+	$(CXX) $(EMULATED) $(EMULATED_FLAGS) $(BASE) $(if $(findstring fp32,$@),-DFLOATX_FP32) test_gpt.cu -o $@ $(LIBS)
+
+build/cuda_ops build/cuda_gpt: build/cuda_%: test_%.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile
+	@mkdir -p build
+	$(NVCC) $(CUDA_FLAGS) $< -o $@ $(CUDA_LIBS)
 
 build/bench: dev/bench.cu train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
@@ -52,10 +106,17 @@ medical: data/medical/train.jsonl
 data/medical/train.jsonl: data/medical/prepare.sh
 	data/medical/prepare.sh
 
+# The CPU's program, and the CUDA one through the emulator: its ops, its model and a mesh in both types of activation.
+TESTS := build/test_gpt$(SANITIZE)
+ifneq ($(SANITIZE),thread)
+TESTS += build/emulated_ops$(SANITIZE) build/emulated_ops_fp32$(SANITIZE) build/emulated_gpt$(SANITIZE) \
+    build/emulated_gpt_fp32$(SANITIZE)
+endif
+
 # passive: the tests start many short-lived programs, whose waiting threads should not spin
 test: setup
-	@$(MAKE) --no-print-directory build/test_gpt$(SANITIZE)
-	OMP_WAIT_POLICY=passive $(TEST_ENV) build/test_gpt$(SANITIZE) $(TEST)
+	@$(MAKE) --no-print-directory $(TESTS)
+	@OMP_WAIT_POLICY=passive $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)
 
 demo: setup
 	@$(MAKE) --no-print-directory train medical
@@ -75,8 +136,12 @@ lint:
 	    $(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $$file -o /dev/null && \
 	    $(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file || exit 1; \
 	done
+	for file in train_gpt.cu test_gpt.cu test_cuda.cu; do \
+	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file && \
+	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -DFLOATX_FP32 -fsyntax-only $$file || exit 1; \
+	done
 	cppcheck --quiet --language=c --std=c11 --enable=warning,performance,portability --inline-suppr \
-	    --suppress=missingIncludeSystem --error-exitcode=1 -D__GNUC__ train_gpt.cu
+	    --suppress=missingIncludeSystem --error-exitcode=1 -D__GNUC__ -UDEVICE_CUDA train_gpt.cu
 
 clean:
 	rm -rf train build

@@ -13,15 +13,10 @@
 
 #include "dev/cuda_tests/emulator.h"
 #include "dev/cuda_tests/adamw.h"
+#include "dev/cuda_tests/attention.h"
 #include "dev/cuda_tests/codec.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
-#include "dev/cuda_tests/mask.h"
-#include "dev/cuda_tests/outer.h"
-#include "dev/cuda_tests/rmsnorm.h"
-#include "dev/cuda_tests/rope.h"
-#include "dev/cuda_tests/swiglu.h"
-#include "dev/cuda_tests/vector.h"
 #include "dev/cuda_tests/linalg.h"
 #include "dev/cuda_tests/mask.h"
 #include "dev/cuda_tests/matmul.h"
@@ -31,32 +26,37 @@
 #include "dev/cuda_tests/rmsnorm.h"
 #include "dev/cuda_tests/rope.h"
 #include "dev/cuda_tests/spectral.h"
-#include "dev/cuda_tests/attention.h"
+#include "dev/cuda_tests/swiglu.h"
+#include "dev/cuda_tests/vector.h"
 
 static const struct {
     const char *name;
     void (*run)(void);
 } tests[] = {
+    // clang-format off
     {"emulator", test_cuda_emulator},
     {"adamw", test_cuda_adamw},
+    {"attention", test_cuda_attention},
     {"codec", test_cuda_codec},
     {"cross_entropy", test_cuda_cross_entropy},
     {"embedding", test_cuda_embedding},
+    {"linalg", test_cuda_linalg},
     {"mask", test_cuda_mask},
+    {"matmul", test_cuda_matmul},
+    {"nccl", test_cuda_nccl},
     {"outer", test_cuda_outer},
+    {"powersgd", test_cuda_powersgd},
     {"rmsnorm", test_cuda_rmsnorm},
     {"rope", test_cuda_rope},
+    {"spectral", test_cuda_spectral},
     {"swiglu", test_cuda_swiglu},
     {"vector", test_cuda_vector},
-    {"matmul", test_cuda_matmul},
-    {"linalg", test_cuda_linalg},
-    {"spectral", test_cuda_spectral},
-    {"powersgd", test_cuda_powersgd},
-    {"nccl", test_cuda_nccl},
-    {"attention", test_cuda_attention},
+    // clang-format on
 };
 
 #if defined(CUDA_EMULATOR) && !defined(FLOATX_FP32) // with fp32, the kernels for bf16 have no work
+#define SOURCE_MAX (1 << 20)
+
 // The name of the kernel whose __global__ ends at text; returns where it ends.
 static const char *kernel_name(char name[128], const char *text) {
     size_t n = 0;
@@ -73,22 +73,69 @@ static const char *kernel_name(char name[128], const char *text) {
     return text + n;
 }
 
+static void read_source(char text[SOURCE_MAX], const char *path) {
+    FILE *file = fopen(path, "r");
+    size_t n = file != NULL ? fread(text, 1, SOURCE_MAX - 1, file) : 0;
+    text[n] = '\0';
+    if (file != NULL) fclose(file);
+    check(n > 0 && n < SOURCE_MAX - 1, "%s: not read whole from this folder", path);
+}
+
 // Every __global__ function of llmc has run.
 static void test_all_launched(void) {
     glob_t files;
     if (!check(glob("llmc/*.cuh", 0, NULL, &files) == 0, "llmc/*.cuh: not found from this folder")) return;
     for (size_t i = 0; i < files.gl_pathc; i++) {
-        static char text[1 << 20];
-        FILE *file = fopen(files.gl_pathv[i], "r");
-        size_t n = file != NULL ? fread(text, 1, sizeof text - 1, file) : 0;
-        text[n] = '\0';
-        if (file != NULL) fclose(file);
+        static char text[SOURCE_MAX];
+        read_source(text, files.gl_pathv[i]);
         for (const char *at = strstr(text, "__global__"); at != NULL; at = strstr(at, "__global__")) {
             char name[128];
             at = kernel_name(name, at + strlen("__global__"));
             check(emu_launched(name), "%s: no test launches the kernel %s", files.gl_pathv[i], name);
         }
     }
+    globfree(&files);
+}
+
+// 1 if text has a function of this name: the word, then a parenthesis.
+static int has_function(const char *text, const char *name) {
+    size_t n = strlen(name);
+    for (const char *at = strstr(text, name); at != NULL; at = strstr(at + 1, name))
+        if (at[n] == '(' && (at == text || (!isalnum((unsigned char)at[-1]) && at[-1] != '_'))) return 1;
+    return 0;
+}
+
+// Every op of the CPU has its twin: a header that names the device has a .cuh of its name, and what the program or the
+// tests of the CPU call of it on a stream is there too.
+static void test_twins(void) {
+    static char text[SOURCE_MAX], twin[SOURCE_MAX], program[SOURCE_MAX], tests_of_cpu[SOURCE_MAX];
+    glob_t files;
+    int n_ops = 0;
+    if (!check(glob("llmc/*.h", 0, NULL, &files) == 0, "llmc/*.h: not found from this folder")) return;
+    read_source(program, "train_gpt.cu");
+    read_source(tests_of_cpu, "test_gpt.cu");
+    for (size_t i = 0; i < files.gl_pathc; i++) {
+        char path[300], name[128];
+        const char *header = files.gl_pathv[i];
+        read_source(text, header);
+        int is_half = strstr(header, "attention_bf16") != NULL || strstr(header, "attention_fp32") != NULL;
+        if (strstr(text, "#include \"device.h\"") == NULL || is_half) continue; // halves: attention.h calls them
+        snprintf(path, sizeof path, "%.*s.cuh", (int)strlen(header) - 2, header);
+        read_source(twin, path);
+        for (const char *at = strstr(text, "static inline "); at != NULL; at = strstr(at, "static inline ")) {
+            const char *open = strchr(at, '('), *close = open != NULL ? strchr(open, ')') : NULL;
+            if (close == NULL) break;
+            const char *stream = strstr(open, "Stream *stream"), *start = open;
+            while (isalnum((unsigned char)start[-1]) || start[-1] == '_') start--;
+            snprintf(name, sizeof name, "%.*s", (int)(open - start), start);
+            at = close;
+            if (stream == NULL || stream > close) continue;
+            if (!has_function(program, name) && !has_function(tests_of_cpu, name)) continue;
+            check(has_function(twin, name) || strstr(twin, "svd.h") != NULL, "%s: no twin of %s", path, name);
+            n_ops++;
+        }
+    }
+    check(n_ops > 40, "only %d ops were found", n_ops);
     globfree(&files);
 }
 #endif
@@ -118,6 +165,8 @@ int main(int argc, char **argv) {
 #if defined(CUDA_EMULATOR) && !defined(FLOATX_FP32)
     test_name = "all_launched";
     if (argc == 1) test_all_launched();
+    test_name = "twins";
+    if (argc == 1) test_twins();
 #endif
     stream_destroy(test_stream);
     cpu::stream_destroy(test_cpu_stream);

@@ -502,6 +502,12 @@ static int64_t stage_bytes_sum(const StageBytes *bytes) {
     return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->outer + bytes->acts + bytes->scratch;
 }
 
+// 1 if a quarter of the memory stays free beside so many bytes, or the memory is not known: there is no device.
+static int leaves_room(int64_t n_bytes) {
+    int64_t memory = device_memory();
+    return memory == 0 || n_bytes <= memory / 4 * 3;
+}
+
 // rounded: where a quarter of the memory stays free. scratch: what the ops keep between calls, attention's blocks and
 // bf16 copies of operands.
 static StageBytes stage_bytes(const Stage *stage, Precision precision, int threads) {
@@ -518,7 +524,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
-        stage_bytes_sum(&bytes) + floats * 2 <= device_memory() / 4 * 3)
+        leaves_room(stage_bytes_sum(&bytes) + floats * 2))
         bytes.rounded = floats * 2;
     return bytes;
 }
@@ -1849,8 +1855,9 @@ static int anchor_pass(Anchor *anchor) {
         anchor->passes++;
         if (anchor_factors(anchor)) return -1;
     }
+    stream_wait(anchor->stream);
     anchor->seconds = seconds() - start;
-    return 0;
+    return stream_check(anchor->stream);
 }
 
 static void *anchor_thread(void *argument) {
@@ -1885,6 +1892,7 @@ static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int r
             if (rounded) wire_round(WIRE_BF16, values, from->n, stage->stream);
         }
     }
+    stream_wait(model->stream);
     anchor->launched = step;
     pthread_mutex_lock(&anchor->mutex);
     anchor->state = ANCHOR_WORKING;
@@ -2575,7 +2583,7 @@ static void decide_rounding(Trainer *trainer) {
     StageBytes cells;
     int64_t anchor;
     mesh_bytes(trainer, &cells, &anchor);
-    if (stage_bytes_sum(&cells) + anchor <= device_memory() / 4 * 3) return;
+    if (leaves_room(stage_bytes_sum(&cells) + anchor)) return;
     for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
         trainer->mesh.cells[i].stage.unrounded = 1;
 }
@@ -2586,7 +2594,7 @@ static int mesh_fits(const Trainer *trainer) {
     int64_t anchor, memory = device_memory();
     mesh_bytes(trainer, &cells, &anchor);
     int64_t needed = stage_bytes_sum(&cells) + anchor;
-    if (needed <= memory) return 0;
+    if (needed <= memory || memory == 0) return 0; // no device: stream_create says so
     return error_set(
         "%.1f GB are needed (parameters and optimizer %.1f, activations %.1f, anchor %.1f), the machine has "
         "%.1f%s",
@@ -2646,7 +2654,10 @@ static void print_plan(const Trainer *trainer) {
     print_count("scratch of the ops", (double)bytes.scratch, "B");
     if (anchor > 0) print_count("anchor", (double)anchor, "B");
     print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor), "B");
-    print_count("this machine has", (double)device_memory(), "B");
+    if (device_memory() > 0)
+        print_count("this device has", (double)device_memory(), "B");
+    else
+        printf("  %-28s %10s\n", "this device has", "n/a");
     if (!training) return;
     cli_choice_name(schedule, sizeof schedule, lr_shapes, opts->schedule_lr);
     printf("run: %lld steps of %d x %d tokens in micro-batches of %d, %.2f epochs of %lld windows\n",

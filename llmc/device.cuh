@@ -31,7 +31,7 @@ typedef __nv_bfloat16 floatX;
 
 typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
 
-#define DEVICE_ALIGN       256
+#define DEVICE_ALIGN      256
 #define DEVICE_KEEPS_BF16 1 // all products take bf16 weights
 
 // Under ASan, which watches the emulator's device memory, the gaps between the pieces of an arena are forbidden ground.
@@ -188,6 +188,11 @@ static inline void device_copy(void *to, const void *from, size_t n_bytes, Strea
     if (stream->failed || n_bytes == 0) return;
     stream_cuda(stream, cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, stream->cuda));
     if (!device_owns(to) || !device_owns(from)) stream_cuda(stream, cudaStreamSynchronize(stream->cuda));
+}
+
+// Returns when everything queued on the stream is done: before another stream may use what it has made.
+static inline void stream_wait(Stream *stream) {
+    stream_cuda(stream, cudaStreamSynchronize(stream->cuda));
 }
 
 // Which inputs the products of this build take: those of floatX.

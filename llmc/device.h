@@ -23,7 +23,7 @@ typedef float floatX; // storage type of activations on this backend
 
 typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of matrix products; sums are fp32
 
-#define DEVICE_ALIGN       64
+#define DEVICE_ALIGN      64
 #define DEVICE_KEEPS_BF16 0 // 1: products outside training want the weights' bf16 copies too
 
 // Under ASan the gaps between the pieces of an arena are forbidden ground.
@@ -116,6 +116,11 @@ static inline void device_zero(void *pointer, size_t n_bytes, Stream *stream) {
 static inline void device_copy(void *to, const void *from, size_t n_bytes, Stream *stream) {
     (void)stream;
     memcpy(to, from, n_bytes);
+}
+
+// Returns when everything queued on the stream is done: before another stream may use what it has made.
+static inline void stream_wait(Stream *stream) {
+    (void)stream;
 }
 
 // Bytes this process may use: the machine's memory, or its control group's limit where that is lower.

@@ -13,7 +13,15 @@ static void vector_case(int n, int offset) {
                                        0x7F7FFFFFu, 0x00000001u, 0x80008000u, 0x80000000u, 0x00018000u};
     for (int i = 0; i < 11 && i < n; i++) rounded[offset + i] = float_of_bits(special[i]);
     float *scaled = device_of_host(x, all), *moved = device_of_host(m, all), *plain = device_of_host(x, all);
-    float *device_rounded = device_of_host(rounded, all);
+    float *device_rounded = device_of_host(rounded, all), *difference = host_random(all, 263, 1.0f);
+    float *subtracted = device_of_host(difference, all);
+    vector_subtract(subtracted + offset, plain + offset, n, test_stream);
+    cpu::vector_subtract(difference + offset, x + offset, n, test_cpu_stream);
+    float *ours_subtracted = host_of_device(subtracted, all);
+    check_same(ours_subtracted, difference, sizeof(float) * (size_t)all, "subtract");
+    device_release(subtracted, all, "subtract");
+    free(ours_subtracted);
+    free(difference);
     vector_scale(scaled + offset, n, 0.3f, test_stream);
     vector_momentum(moved + offset, plain + offset, 0.8f, n, test_stream);
     vector_round_bf16(device_rounded + offset, n, test_stream);
