@@ -91,9 +91,12 @@ build/emulated_gpt$(SANITIZE) build/emulated_gpt_fp32$(SANITIZE): test_gpt.cu tr
 	@mkdir -p build
 	$(CXX) $(EMULATED) $(EMULATED_FLAGS) $(BASE) $(if $(findstring fp32,$@),-DFLOATX_FP32) test_gpt.cu -o $@ $(LIBS)
 
-build/cuda_ops build/cuda_gpt: build/cuda_%: test_%.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile
-	@mkdir -p build
-	$(NVCC) $(CUDA_FLAGS) $< -o $@ $(CUDA_LIBS)
+# The same tests for a GPU; the ops' need the CPU's libraries, whose results they compare with.
+build/cuda_ops: test_cuda.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile build/train.target
+	$(NVCC) $(CUDA_FLAGS) test_cuda.cu -o $@ $(CUDA_LIBS) -ldnnl -lopenblas
+
+build/cuda_gpt: test_gpt.cu train_gpt.cu $(HEADERS) Makefile build/train.target
+	$(NVCC) $(CUDA_FLAGS) test_gpt.cu -o $@ $(CUDA_LIBS)
 
 build/bench: dev/bench.cu train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
@@ -111,6 +114,10 @@ TESTS := build/test_gpt$(SANITIZE)
 ifneq ($(SANITIZE),thread)
 TESTS += build/emulated_ops$(SANITIZE) build/emulated_ops_fp32$(SANITIZE) build/emulated_gpt$(SANITIZE) \
     build/emulated_gpt_fp32$(SANITIZE)
+endif
+
+ifeq ($(DEVICE),cuda)
+TESTS += build/cuda_ops build/cuda_gpt
 endif
 
 # passive: the tests start many short-lived programs, whose waiting threads should not spin
