@@ -58,7 +58,7 @@ else
 TEST_FLAGS := $(CFLAGS)
 endif
 # The emulator runs the CUDA program on the CPU. Kernels there are -O2: most of a build is compiling.
-EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
+EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -DWITH_NCCL -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
 EMULATED_FLAGS := $(if $(SANITIZE),$(TEST_FLAGS),-O2 -march=native)
 
 .PHONY: all setup demo test bench lint plot clean medical FORCE
@@ -123,7 +123,7 @@ endif
 # passive: the tests start many short-lived programs, whose waiting threads should not spin
 test: setup
 	@$(MAKE) --no-print-directory $(TESTS)
-	@OMP_WAIT_POLICY=passive $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)
+	@OMP_WAIT_POLICY=passive EMU_DEVICES=3 $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)
 
 demo: setup
 	@$(MAKE) --no-print-directory train medical

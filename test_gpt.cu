@@ -1037,7 +1037,7 @@ static void test_model_against_pytorch(void) {
         for (int64_t step = 0; step < n; step++) {
             AdamW adam = {0.9f, 0.95f, 1e-8f};
             stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream);
-            check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 5e-3) * (double)expected[step],
+            check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 2e-2) * (double)expected[step],
                   "loss of step %lld: %.8f, %.8f", (long long)step, loss, (double)expected[step]);
             stage_update(&f.stage, adam, 3e-3f, 0.1f, stage_grad_norm(&f.stage, f.stream), 1.0f, step + 1, f.stream);
         }
@@ -4273,6 +4273,27 @@ static void test_mesh_clock(void) {
     mesh_run_close(run);
 }
 
+#ifdef DEVICE_CUDA
+// The weights of two files are within tol of each other, tensor by tensor.
+static void check_close_models(const char *a, const char *b, double tol) {
+    SafeTensors x, y;
+    char path_a[PATH_MAX], path_b[PATH_MAX];
+    snprintf(path_a, sizeof path_a, "%s", scratch_path(a));
+    snprintf(path_b, sizeof path_b, "%s", scratch_path(b));
+    if (!check(safetensors_open(&x, path_a) == 0 && safetensors_open(&y, path_b) == 0, "%s", error_message)) return;
+    for (int i = 0; i < x.n_tensors; i++) {
+        int64_t n, m;
+        float *ours = dump_values(&x, "", x.tensors[i].name, &n), *theirs = dump_values(&y, "", x.tensors[i].name, &m);
+        if (check(n == m, "%s: %lld and %lld values", x.tensors[i].name, (long long)n, (long long)m))
+            check_close(ours, theirs, n, tol, x.tensors[i].name);
+        free(ours);
+        free(theirs);
+    }
+    safetensors_close(&x);
+    safetensors_close(&y);
+}
+#endif
+
 // A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
 static void test_device_mesh(void) {
 #define TINY_MESH                                                                                                      \
@@ -4289,6 +4310,19 @@ static void test_device_mesh(void) {
         snprintf(b, sizeof b, "parts/latest/%s", files[f]);
         check(same_file(a, b), "resumed, %s differs", files[f]);
     }
+#ifdef DEVICE_CUDA // several GPUs share the micro-batches: the same up to the order of sums, and reproducible
+    if (nccl_devices() > 1) {
+        check_run(0, NULL, TINY_MESH "-l 1e-4 -o @/one", "done: 5 steps");
+        check_run(0, NULL, TINY_MESH "-l 1e-4 --gpus 2 -o @/two", "done: 5 steps");
+        check_run(0, NULL, TINY_MESH "-l 1e-4 --gpus 2 -o @/again", "done: 5 steps");
+        check(same_file("two/latest/model.bin", "again/latest/model.bin"), "two GPUs, another time other bits");
+        check_close_models("two/latest/model.bin", "one/latest/model.bin", model_tol(2e-5, 1e-3));
+    }
+    check_run(1, NULL, TINY_MESH "--gpus 3 -o @/three", "2 micro-batches");
+#else
+    check_run(1, NULL, TINY_MESH "--gpus 2 -o @/two", "computes on the CPU");
+#endif
+    check_run(1, NULL, TINY_MESH "--gpus some -o @/some", "a number from 1");
     check_run(0, NULL, "-m @/whole/latest/model.bin --generate ab --max-tokens 3", "ab");
     check_run(0, NULL, "-m @/whole/latest/model.bin --eval --val-data @/corpus.jsonl --val-tokens 16 -t 8",
               "validation loss");

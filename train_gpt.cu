@@ -56,6 +56,7 @@
 #include "llmc/linalg.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
+#include "llmc/nccl.cuh"
 #include "llmc/outer.cuh"
 #include "llmc/powersgd.cuh"
 #include "llmc/rmsnorm.cuh"
@@ -73,6 +74,7 @@
 #include "llmc/linalg.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
+#include "llmc/nccl.h"
 #include "llmc/outer.h"
 #include "llmc/powersgd.h"
 #include "llmc/rmsnorm.h"
@@ -90,7 +92,7 @@
 typedef struct {
     char model[CLI_TEXT], init[CLI_TEXT], out[CLI_TEXT], generate[CLI_TEXT], export_to[CLI_TEXT];
     TextList data, val_data;
-    char anchor_delay[CLI_TEXT];
+    char anchor_delay[CLI_TEXT], gpus[CLI_TEXT];
     float val_fraction, lr, lr_final, wd, beta1, beta2, adam_eps, clip, temperature, top_p, mask_rate;
     float anchor_beta, alpha, tau, outer_lr, outer_momentum, mix, link_mbps, link_ms, device_tflops;
     int batch, micro_batch, seq, schedule_lr, precision, recompute, threads, keep, export_dtype, max_tokens;
@@ -115,7 +117,7 @@ static const Option option_table[] = {
 { "",   "val-fraction",  OPTION_FLOAT,  FIELD(val_fraction), "0.05", 0,     0.5,    NULL, "share of -d held out" },
 { "-o", "out",           OPTION_TEXT,   FIELD(out),          "",     0,     0,      NULL, "folder of the run; default: the next free runs/N" },
 { "-b", "batch",         OPTION_INT,    FIELD(batch),        "32",   1,     1e6,    NULL, "sequences a step" },
-{ "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = about 1024 tokens" },
+{ "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = tokens that suit the device: 1024 on CPUs, 8192 on GPUs" },
 { "-t", "seq",           OPTION_INT,    FIELD(seq),          "0",    0,     1e6,    NULL, "tokens of a sequence; 0 = min(2048, the model's context)" },
 { "-n", "steps",         OPTION_INT64,  FIELD(steps),        "0",    0,     1e9,    NULL, "optimizer steps; 0 = max(200, 3 epochs)" },
 { "-l", "lr",            OPTION_FLOAT,  FIELD(lr),           "2e-5", 0,     10,     NULL, "peak learning rate" },
@@ -136,6 +138,7 @@ static const Option option_table[] = {
 { "",   "stop-after",    OPTION_INT64,  FIELD(stop_after),   "0",    0,     1e9,    NULL, "save and stop after this step; 0 = at the end" },
 { "",   "seed",          OPTION_INT64,  FIELD(seed),         "1",    0,     9e15,   NULL, "of weights, data order and sampling" },
 { "",   "threads",       OPTION_INT,    FIELD(threads),      "0",    0,     1024,   NULL, "0 = one a core" },
+{ "",   "gpus",          OPTION_TEXT,   FIELD(gpus),         "1",    0,     0,      NULL, "GPUs of this machine that share a cell's micro-batches: a number, or all" },
 { "",   "precision",     OPTION_CHOICE, FIELD(precision),    "auto", 0,     0,      "auto|bf16|fp32", "inputs of matrix products; auto = bf16 where the CPU has it" },
 { "",   "recompute",     OPTION_FLAG,   FIELD(recompute),    "0",    0,     1,      NULL, "recompute activations in backward: less memory, same bits" },
 { "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's values that is not sent" },
@@ -286,6 +289,7 @@ typedef struct Stage {
     int logits_rows;
     Grads d;
     float *losses;      // (N)
+    double *loss_sum;   // (1) of the targets since it was taken, in nats
     uint32_t *tokens;   // (slots, N) inputs
     int32_t *targets;   // (N) -1 = not counted
     int32_t *positions; // (N)
@@ -397,7 +401,7 @@ static void stage_free(Stage *stage) {
     free(stage->p.layers);
     free(stage->g.layers);
     free(stage->acts);
-    free(stage->staging);
+    device_host_free(stage->staging);
     free(stage->tensors);
     memset(stage, 0, sizeof *stage);
 }
@@ -405,7 +409,7 @@ static void stage_free(Stage *stage) {
 #ifdef TESTING
 #define LOGITS_MAX 4000 // small shapes have several chunks too
 #else
-#define LOGITS_MAX ((int64_t)32 << 20) // 128 MB
+#define LOGITS_MAX DEVICE_LOGITS
 #endif
 
 // Rows of logits that exist at once.
@@ -474,6 +478,7 @@ static int64_t stage_carve(Stage *stage, void *base) {
         stage->logits_rows = logits_chunk(config, N);
         stage->logits = carve_x(&carver, (int64_t)stage->logits_rows * config->vocab);
         stage->losses = carve_f(&carver, N);
+        stage->loss_sum = (double *)carve(&carver, 1, sizeof(double));
         stage->targets = (int32_t *)carve(&carver, N, sizeof(int32_t));
     }
     stage->rope_cos = carve_f(&carver, (int64_t)stage->max_T * config->head_dim / 2);
@@ -578,7 +583,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     stage->acts_arena = device_alloc((size_t)stage->acts_bytes);
     if (stage->acts_arena == NULL) return -1;
     stage_carve(stage, stage->acts_arena);
-    stage->staging = (float *)malloc(sizeof(float) * STAGING);
+    stage->staging = (float *)device_host_alloc(sizeof(float) * STAGING);
     if (stage->staging == NULL) return error_set("out of memory for the staging buffer");
     rope_inv_freq(inv_freq, stage->config.head_dim, &stage->config.rope);
     rope_tables(stage->rope_cos, stage->rope_sin, inv_freq, stage->max_T, stage->config.head_dim, stream);
@@ -848,7 +853,7 @@ static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B,
     rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
-        device_copy(kept, tokens, sizeof *tokens * (size_t)N, stream);
+        device_upload(kept, tokens, sizeof *tokens * (size_t)N, stream);
         embedding_forward(acts[0].x, kept, stage->p.embed, N, C, stream);
     }
     for (int l = 0; l < L; l++)
@@ -884,13 +889,13 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, 
     return stage;
 }
 
-// Head and loss over chunks of rows, targets (N): returns the sum of the targets' losses in nats. In training, d.dnorm
+// Head and loss over chunks of rows, targets (N): adds the targets' losses to stage->loss_sum. In training, d.dnorm
 // becomes the gradient of the normed output and the head's gradient is written, both times `scale` (1 / targets of the
 // step).
-static double head_loss(Stage *stage, const int32_t *targets, int N, int backward, float scale, int first,
-                        Stream *stream) {
+static void head_loss(Stage *stage, const int32_t *targets, int N, int backward, float scale, int first,
+                      Stream *stream) {
     int C = stage->config.channels, V = stage->config.vocab;
-    device_copy(stage->targets, targets, sizeof *targets * (size_t)N, stream);
+    device_upload(stage->targets, targets, sizeof *targets * (size_t)N, stream);
     for (int n = 0; n < N; n += stage->logits_rows) {
         int rows = N - n < stage->logits_rows ? N - n : stage->logits_rows;
         floatX *normed = stage->normed + (size_t)n * C;
@@ -900,18 +905,31 @@ static double head_loss(Stage *stage, const int32_t *targets, int N, int backwar
         matmul_backward(stage->d.dnorm + (size_t)n * C, stage->g.head, stage->logits, normed,
                         stage_weight(stage, stage->p.head), rows, C, V, !first || n > 0, stream);
     }
+    vector_sum(stage->loss_sum, stage->losses, N, stream);
+}
+
+// The losses added up since the last time, 0 for a stage without a head. Waits for the stream.
+static double stage_take_loss(Stage *stage, Stream *stream) {
     double sum = 0.0;
-    for (int n = 0; n < N; n += (int)STAGING) { // rows in order: the sum has one value
-        int rows = N - n < (int)STAGING ? N - n : (int)STAGING;
-        device_copy(stage->staging, stage->losses + n, sizeof(float) * (size_t)rows, stream);
-        for (int i = 0; i < rows; i++) sum += (double)stage->staging[i];
-    }
+    if (!stage->has_head) return 0.0;
+    device_copy(&sum, stage->loss_sum, sizeof sum, stream);
+    device_zero(stage->loss_sum, sizeof sum, stream);
     return sum;
+}
+
+// Told while a backward goes on: the gradients of tensors first .. last-1 of the stage's table are complete.
+typedef struct {
+    void (*done)(void *context, int first, int last);
+    void *context;
+} GradHook;
+
+static void grads_done(const GradHook *hook, int first, int last) {
+    if (hook != NULL && last > first) hook->done(hook->context, first, last);
 }
 
 // Gradients of the micro-batch in `slot`, after stage_forward and, in the last stage, head_loss. Other stages take the
 // gradient of what they sent from stage->d.dx, where the gradient of what they received is afterwards.
-static void stage_backward(Stage *stage, int slot, int B, int T, int first, Stream *stream) {
+static void stage_backward(Stage *stage, int slot, int B, int T, int first, const GradHook *hook, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
@@ -919,21 +937,25 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, Stre
         device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
         rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C,
                          stream);
+        grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * L, stage->n_tensors);
     }
     rope_positions(stage->positions, N, T, 0, stream);
     for (int l = L - 1; l >= 0; l--) {
         if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
             layer_forward(stage, &acts[l], &stage->p.layers[l], NULL, stage->first_layer + l, B, T, NULL, stream);
         layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first, stream);
+        grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * l, stage->has_embed + TENSORS_PER_LAYER * (l + 1));
     }
     if (stage->has_embed)
         embedding_backward(stage->g.embed, stage->d.dx, stage->tokens + (int64_t)slot * stage->max_B * stage->max_T, N,
                            C, stream);
+    grads_done(hook, 0, stage->has_embed);
 }
 
-// Before the first micro-batch of a step: gradients that are only added to, and the weights' bf16 copies.
+// Before the first micro-batch of a step: gradients that are only added to, the loss, and the weights' bf16 copies.
 static void stage_begin(Stage *stage, Stream *stream) {
     stage_round(stage, stream);
+    if (stage->has_head) device_zero(stage->loss_sum, sizeof(double), stream);
     for (int i = 0; i < stage->n_tensors; i++)
         if (stage->tensors[i].accumulated)
             device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n, stream);
@@ -949,14 +971,14 @@ typedef struct {
 
 static int batch_alloc(Batch *batch, int b, int T) {
     batch->b = b, batch->T = T, batch->n_valid = 0;
-    batch->tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)b * (size_t)T);
-    batch->targets = (int32_t *)malloc(sizeof(int32_t) * (size_t)b * (size_t)T);
+    batch->tokens = (uint32_t *)device_host_alloc(sizeof(uint32_t) * (size_t)b * (size_t)T);
+    batch->targets = (int32_t *)device_host_alloc(sizeof(int32_t) * (size_t)b * (size_t)T);
     return batch->tokens != NULL && batch->targets != NULL ? 0 : error_set("out of memory for a batch");
 }
 
 static void batch_free(Batch *batch) {
-    free(batch->tokens);
-    free(batch->targets);
+    device_host_free(batch->tokens);
+    device_host_free(batch->targets);
     batch->tokens = NULL, batch->targets = NULL;
 }
 
@@ -976,7 +998,6 @@ static double seconds(void) {
 static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, double *loss, StepTimes *times,
                            Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
-    double sum = 0.0;
     stage_begin(stage, stream);
     for (int b = 0; b < batch->b; b += micro_batch) {
         int B = batch->b - b < micro_batch ? batch->b - b : micro_batch, N = B * batch->T;
@@ -984,14 +1005,15 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
         double start = seconds();
         stage_forward(stage, 0, batch->tokens + at, B, batch->T, NULL, stream);
         double middle = seconds();
-        sum += head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
+        head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
-        stage_backward(stage, 0, B, batch->T, b == 0, stream);
+        stage_backward(stage, 0, B, batch->T, b == 0, NULL, stream);
         if (times != NULL) { // of the head's three products one is forward
             times->forward += middle - start + (headed - middle) / 3.0;
             times->backward += seconds() - headed + (headed - middle) * 2.0 / 3.0;
         }
     }
+    double sum = stage_take_loss(stage, stream);
     *loss = batch->n_valid > 0 ? sum / (double)batch->n_valid : 0.0;
     return stream_check(stream);
 }
@@ -999,12 +1021,9 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// Norm of all gradients of the stage.
+// Norm of all gradients of the stage: of the whole arena at once, whose gaps stay zero.
 static double stage_grad_norm(const Stage *stage, Stream *stream) {
-    double sum = 0.0;
-    for (int i = 0; i < stage->n_tensors; i++)
-        sum += sum_of_squares(stage->grads + stage->tensors[i].offset, stage->tensors[i].n, stream);
-    return sqrt(sum);
+    return sqrt(sum_of_squares(stage->grads, stage->arena_floats, stream));
 }
 
 // One AdamW step (from 1) with gradients scaled to the clip norm (0: never).
@@ -1050,7 +1069,8 @@ static int evaluate(Stage *model, const Dataset *data, const Tokenizer *tokenize
             out->n_targets += split_read(split, w + i, T, batch.tokens + at, batch.targets + at);
         }
         Stage *last = model_forward(model, batch.tokens, b, T, NULL, pass, context, stream);
-        sum += head_loss(last, batch.targets, b * T, 0, 0.0f, 0, stream);
+        head_loss(last, batch.targets, b * T, 0, 0.0f, 0, stream);
+        sum += stage_take_loss(last, stream);
         for (int n = 0; n < b * T; n++) {
             char bytes[8];
             if (batch.targets[n] >= 0) out->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch.targets[n]);
@@ -1151,6 +1171,8 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
 // Mesh: replicas x stages cells. Each cell has a stage of the model; the stages of a replica are a pipeline whose
 // boundary tensors travel through codec and link. All cells of this process run in turn, in a fixed order.
 
+enum { MAX_GPUS = 16 };
+
 typedef enum { TRAFFIC_FORWARD, TRAFFIC_BACKWARD, TRAFFIC_DP, TRAFFIC_ANCHOR, TRAFFIC_KINDS } Traffic;
 
 typedef struct {
@@ -1160,6 +1182,7 @@ typedef struct {
 typedef struct {
     int replica, index; // index: which stage
     Stage stage;
+    Stage *more;    // (n_gpus - 1) the same stage on further GPUs: parameters, gradients and activations
     Work *schedule; // (2 * micro-batches)
     int n_work, next_work;
     float *powersgd_q; // warm starts of the stage's matrices, one after the other; NULL unless replicas meet
@@ -1185,10 +1208,19 @@ typedef struct {
     float *exchange; // what is averaged: (n_replicas, exchange_floats)
     int64_t exchange_floats;
     Stream *stream;
+    // the GPUs of a cell: micro-batch m is computed by number m % n_gpus, the first has all state
+    int n_gpus;
+    Nccl *nccl;
+    Stream *streams[MAX_GPUS]; // one a GPU; the first is `stream`
 } Mesh;
 
 static Cell *mesh_cell(const Mesh *mesh, int replica, int stage) {
     return &mesh->cells[replica * mesh->n_stages + stage];
+}
+
+// The stage of a cell as GPU number `gpu` holds it.
+static Stage *cell_stage(Cell *cell, int gpu) {
+    return gpu == 0 ? &cell->stage : &cell->more[gpu - 1];
 }
 
 static Stage *mesh_model(const Mesh *mesh, int replica) {
@@ -1202,6 +1234,9 @@ static Link *mesh_meeting(const Mesh *mesh, int stage, int from, int to) {
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
+        for (int g = 1; g < mesh->n_gpus && mesh->cells[i].more != NULL; g++)
+            stage_free(cell_stage(&mesh->cells[i], g));
+        free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
         device_free(mesh->cells[i].powersgd_q);
@@ -1216,8 +1251,10 @@ static void mesh_free(Mesh *mesh) {
     free(mesh->forward);
     free(mesh->backward);
     free(mesh->meeting);
-    free(mesh->message);
+    device_host_free(mesh->message);
     device_free(mesh->exchange);
+    nccl_destroy(mesh->nccl);
+    for (int g = 1; g < mesh->n_gpus; g++) stream_destroy(mesh->streams[g]);
     memset(mesh, 0, sizeof *mesh);
 }
 
@@ -1228,7 +1265,7 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     Config cut = *config;
     if (partition_layers(first, config, n_stages, T)) return -1;
     if (n_stages > 1) cut.tied = 0;
-    mesh->n_replicas = n_replicas, mesh->n_stages = n_stages;
+    mesh->n_replicas = n_replicas, mesh->n_stages = n_stages, mesh->n_gpus = 1;
     mesh->cells = (Cell *)calloc(n_cells, sizeof(Cell));
     mesh->forward = (Link *)calloc(n_cells, sizeof(Link));
     mesh->backward = (Link *)calloc(n_cells, sizeof(Link));
@@ -1252,7 +1289,8 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
     mesh->micro_batch = micro_batch;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
-        cell->stage.slots = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
+        int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
+        cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
         if (stage_plan(&cell->stage, micro_batch, T, training, recompute)) return -1;
         free(cell->schedule);
@@ -1265,12 +1303,33 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
     return 0;
 }
 
+// The further GPUs: a stream each, and every cell's stage once more without moments.
+static int mesh_alloc_gpus(Mesh *mesh) {
+    if (mesh->n_gpus > 1 && nccl_create(&mesh->nccl, mesh->n_gpus)) return -1;
+    for (int g = 1; g < mesh->n_gpus; g++) {
+        if (stream_create_on(&mesh->streams[g], g, mesh->stream->precision, mesh->stream->threads)) return -1;
+        for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+            Cell *cell = &mesh->cells[i];
+            const Stage *first = &cell->stage;
+            if (cell->more == NULL) cell->more = (Stage *)calloc((size_t)mesh->n_gpus - 1, sizeof(Stage));
+            if (cell->more == NULL) return error_set("out of memory for %d GPUs", mesh->n_gpus);
+            Stage *stage = cell_stage(cell, g);
+            if (stage_table(stage, &first->config, first->first_layer, first->n_layers)) return -1;
+            stage->slots = first->slots, stage->n_moments = 0, stage->unrounded = first->unrounded;
+            if (stage_plan(stage, first->max_B, first->max_T, 1, first->recompute)) return -1;
+            if (stage_alloc(stage, mesh->streams[g])) return -1;
+        }
+    }
+    stream_use(mesh->stream);
+    return stream_check(mesh->stream);
+}
+
 static int mesh_alloc(Mesh *mesh, Stream *stream) {
-    mesh->stream = stream;
+    mesh->stream = mesh->streams[0] = stream;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
         if (stage_alloc(&mesh->cells[i].stage, stream)) return -1;
-    mesh->message = (unsigned char *)malloc((size_t)mesh->message_bytes);
-    return mesh->message != NULL ? 0 : error_set("out of memory for messages");
+    mesh->message = (unsigned char *)device_host_alloc((size_t)mesh->message_bytes);
+    return mesh->message != NULL ? mesh_alloc_gpus(mesh) : error_set("out of memory for messages");
 }
 
 // Simulated time of the mesh: its latest cell's.
@@ -1321,9 +1380,9 @@ static CodecContext boundary_context(const Pass *pass, int replica, int boundary
 }
 
 // Encodes a boundary tensor into the mesh's message; bytes, or -1.
-static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N) {
+static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N, Stream *stream) {
     return codec_encode(&mesh->codec, context, x, N, mesh->cells[0].stage.config.channels, mesh->message,
-                        mesh->message_bytes, mesh->stream);
+                        mesh->message_bytes, stream);
 }
 
 // Sends the message that lies in mesh->message.
@@ -1337,14 +1396,14 @@ static int cell_send(Mesh *mesh, Cell *cell, Link *link, int64_t n_bytes, Traffi
 }
 
 // Takes the next message of a link that has one and decodes it into x.
-static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *context, floatX *x, int N,
-                        int counted) {
+static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *context, floatX *x, int N, int counted,
+                        Stream *stream) {
     int64_t n_bytes;
     double arrival;
     if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
     if (counted) clock_receive(&cell->clock, arrival);
     return codec_decode(&mesh->codec, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
-                        mesh->stream);
+                        stream);
 }
 
 static Link *link_before(const Mesh *mesh, Link *links, const Cell *cell) {
@@ -1363,51 +1422,99 @@ static int cell_runnable(const Mesh *mesh, const Cell *cell) {
     return cell->stage.has_head || link_waiting(link_behind(mesh, mesh->backward, cell)) > 0;
 }
 
+// GradHook of a cell's last backward: its GPUs sum the gradients of tensors first .. last-1 while it goes on. The other
+// GPUs' streams hold the end of their last backward by then.
+typedef struct {
+    Mesh *mesh;
+    Cell *cell;
+    int failed;
+} CellSum;
+
+static void cell_sum_grads(void *context, int first, int last) {
+    CellSum *sum = (CellSum *)context;
+    const Tensor *from = &sum->cell->stage.tensors[first], *to = &sum->cell->stage.tensors[last - 1];
+    float *values[MAX_GPUS];
+    for (int g = 0; g < sum->mesh->n_gpus; g++) values[g] = cell_stage(sum->cell, g)->grads + from->offset;
+    sum->failed |= nccl_sum(sum->mesh->nccl, values, to->offset + to->n - from->offset, sum->mesh->streams);
+}
+
 // Does the cell's next work: receive, compute, send.
 static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Work work = cell->schedule[cell->next_work++];
-    Stage *stage = &cell->stage;
-    Stream *stream = mesh->stream;
+    int m = work.micro_batch, gpu = m % mesh->n_gpus, is_first = m < mesh->n_gpus;
+    Stage *stage = cell_stage(cell, gpu);
+    Stream *stream = stage->stream;
     const Batch *batch = &pass->batches[cell->replica];
-    int m = work.micro_batch, b = m * mesh->micro_batch, T = batch->T, slot = m % stage->slots;
+    int b = m * mesh->micro_batch, T = batch->T, slot = m / mesh->n_gpus % stage->slots;
     int B = batch->b - b < mesh->micro_batch ? batch->b - b : mesh->micro_batch, N = B * T;
     CodecContext before = boundary_context(pass, cell->replica, cell->index - 1, m);
     CodecContext behind = boundary_context(pass, cell->replica, cell->index, m);
     Link *to = NULL;
     int64_t n_bytes = 0;
+    CellSum sum = {mesh, cell, 0};
+    GradHook hook = {cell_sum_grads, &sum};
+    int is_last = mesh->n_gpus > 1 && m == cell->n_work / 2 - 1;
     double start = seconds(), head_seconds = 0.0;
+    stream_use(stream);
     if (work.kind == WORK_FORWARD) {
         if (!stage->has_embed && cell_receive(mesh, cell, link_before(mesh, mesh->forward, cell), &before,
-                                              stage_input(stage, slot), N, pass->counted))
+                                              stage_input(stage, slot), N, pass->counted, stream))
             return -1;
         stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, stream);
         if (stage->has_head) {
             double middle = seconds();
-            cell->loss_sum += head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, m == 0, stream);
+            head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, is_first, stream);
             head_seconds = seconds() - middle;
         } else {
             to = link_behind(mesh, mesh->forward, cell);
-            n_bytes = cell_encode(mesh, &behind, stage->last, N);
+            n_bytes = cell_encode(mesh, &behind, stage->last, N, stream);
         }
     } else {
-        if (!stage->has_head &&
-            cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx, N, pass->counted))
+        if (!stage->has_head && cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx,
+                                             N, pass->counted, stream))
             return -1;
-        stage_backward(stage, slot, B, T, m == 0, stream);
+        stage_backward(stage, slot, B, T, is_first, is_last ? &hook : NULL, stream);
         if (!stage->has_embed) {
             to = link_before(mesh, mesh->backward, cell);
-            n_bytes = cell_encode(mesh, &before, stage->d.dx, N);
+            n_bytes = cell_encode(mesh, &before, stage->d.dx, N, stream);
         }
     }
+    if (mesh->n_replicas * mesh->n_stages > 1) stream_wait(stream); // the clock of each cell wants its own time
     double took = seconds() - start, flops = stage_flops(stage, N, T) * (work.kind == WORK_FORWARD ? 1.0 : 2.0);
     if (pass->times != NULL) { // of the head's three products one is forward
         double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
         pass->times->backward += backward, pass->times->forward += took - backward;
     }
     if (pass->counted) clock_compute(&cell->clock, mesh->device_flops > 0.0 ? flops / mesh->device_flops : took);
-    if (n_bytes < 0 || stream_check(stream)) return -1;
+    if (n_bytes < 0 || sum.failed || stream_check(stream)) return -1;
     Traffic kind = work.kind == WORK_FORWARD ? TRAFFIC_FORWARD : TRAFFIC_BACKWARD;
     return to == NULL ? 0 : cell_send(mesh, cell, to, n_bytes, kind, pass->counted);
+}
+
+// Before a pass: all GPUs of a cell have its parameters, and begin.
+static int cell_begin(Mesh *mesh, Cell *cell) {
+    float *params[MAX_GPUS];
+    for (int g = 0; g < mesh->n_gpus; g++) params[g] = cell_stage(cell, g)->params;
+    if (mesh->n_gpus > 1 && (nccl_share(mesh->nccl, params, cell->stage.arena_floats, mesh->streams) ||
+                             nccl_wait(mesh->nccl, mesh->streams)))
+        return -1;
+    for (int g = 0; g < mesh->n_gpus; g++) {
+        stream_use(mesh->streams[g]);
+        stage_begin(cell_stage(cell, g), mesh->streams[g]);
+    }
+    return stream_check(mesh->stream);
+}
+
+// After a pass: the first GPU's gradients are the sum, and the loss is known.
+static int cell_end(Mesh *mesh, Cell *cell) {
+    if (mesh->n_gpus > 1 && nccl_wait(mesh->nccl, mesh->streams)) return -1;
+    cell->loss_sum = 0.0;
+    for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
+        stream_use(mesh->streams[g]);
+        cell->loss_sum += stage_take_loss(cell_stage(cell, g), mesh->streams[g]);
+        if (stream_check(mesh->streams[g])) return -1;
+    }
+    return 0;
 }
 
 // Runs replicas first .. last-1 through the pass: in turn, each cell whose next work has its input does it. Gradients
@@ -1416,8 +1523,8 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     int from = first * mesh->n_stages, to = last * mesh->n_stages, left = 0;
     for (int i = from; i < to; i++) {
         Cell *cell = &mesh->cells[i];
-        stage_begin(&cell->stage, mesh->stream);
-        cell->next_work = 0, cell->loss_sum = 0.0;
+        if (cell_begin(mesh, cell)) return -1;
+        cell->next_work = 0;
         left += cell->n_work;
     }
     while (left > 0) {
@@ -1429,6 +1536,8 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
         }
         if (left == before) return error_set("the pipeline is stuck with %d pieces of work left", left);
     }
+    for (int i = from; i < to; i++)
+        if (cell_end(mesh, &mesh->cells[i])) return -1;
     return 0;
 }
 
@@ -1509,9 +1618,9 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
     mesh->exchange = (float *)device_alloc(sizeof(float) * (size_t)largest * (size_t)mesh->n_replicas);
     if (mesh->exchange == NULL) return error_set("out of memory for averages");
     if (mesh->message_bytes >= 4 * largest) return 0;
-    free(mesh->message);
+    device_host_free(mesh->message);
     mesh->message_bytes = 4 * largest;
-    mesh->message = (unsigned char *)malloc((size_t)mesh->message_bytes);
+    mesh->message = (unsigned char *)device_host_alloc((size_t)mesh->message_bytes);
     return mesh->message != NULL ? 0 : error_set("out of memory for messages");
 }
 
@@ -3331,7 +3440,8 @@ static int decide(Trainer *trainer) {
     trainer->T = opts->seq > 0 ? opts->seq : config->context < 2048 ? config->context : 2048;
     if (trainer->T > config->context)
         return error_set("--seq %d is beyond the model's context of %d", trainer->T, config->context);
-    trainer->B = opts->micro_batch > 0 ? opts->micro_batch : 1024 / trainer->T > 1 ? 1024 / trainer->T : 1;
+    trainer->B = opts->micro_batch;
+    if (trainer->B == 0) trainer->B = DEVICE_MICRO_TOKENS / trainer->T > 1 ? DEVICE_MICRO_TOKENS / trainer->T : 1;
     if (trainer->B > opts->batch) trainer->B = opts->batch;
     if ((int64_t)trainer->B * trainer->T > MAX_ROWS)
         return error_set("--micro-batch %d of --seq %d: at most %d tokens at once", trainer->B, trainer->T, MAX_ROWS);
@@ -3343,6 +3453,23 @@ static int decide(Trainer *trainer) {
         return error_set("--precision fp32: this build computes in bf16; build with make PRECISION=FP32");
     trainer->precision =
         opts->precision == PRECISION_OPTION_FP32 || !device_has_bf16() ? PRECISION_FP32 : PRECISION_BF16;
+    return 0;
+}
+
+// How many GPUs share the micro-batches of a cell.
+static int decide_gpus(Trainer *trainer, int training) {
+    const Options *opts = &trainer->opts;
+    int present = nccl_devices(), n_micro = (opts->batch + trainer->B - 1) / trainer->B;
+    char *end;
+    long n = strcmp(opts->gpus, "all") == 0 ? (present > 1 ? present : 1) : strtol(opts->gpus, &end, 10);
+    if (strcmp(opts->gpus, "all") != 0 && (end == opts->gpus || *end != '\0' || n < 1 || n > MAX_GPUS))
+        return error_set("--gpus %s: a number from 1 to %d, or all", opts->gpus, MAX_GPUS);
+    if (n > MAX_GPUS) n = MAX_GPUS;
+    trainer->mesh.n_gpus = training ? (int)n : 1;
+    if (trainer->mesh.n_gpus > n_micro)
+        return error_set("--gpus %ld: a step of %d sequences has %d micro-batches of %d to share; give a smaller "
+                         "--micro-batch or a larger --batch",
+                         n, opts->batch, n_micro, trainer->B);
     return 0;
 }
 
@@ -3435,6 +3562,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     // without training only a masked evaluation has boundaries
     if (!training && !(action == ACTION_EVAL && opts->eval_masked)) n_stages = 1;
     if (mesh_table(mesh, &trainer->config, n_replicas, n_stages, trainer->T)) return -1;
+    if (decide_gpus(trainer, training)) return -1;
     trainer->config = mesh_model(mesh, 0)->config;
     for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
         trainer->n_params += stage->n_params;

@@ -33,6 +33,9 @@ typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of 
 
 #define DEVICE_ALIGN      256
 #define DEVICE_KEEPS_BF16 1 // all products take bf16 weights
+// Sizes that suit the device: tokens of a micro-batch, logits that exist at once.
+#define DEVICE_MICRO_TOKENS 8192
+#define DEVICE_LOGITS       ((int64_t)512 << 20)
 
 // Under ASan, which watches the emulator's device memory, the gaps between the pieces of an arena are forbidden ground.
 #if defined(CUDA_EMULATOR) && defined(__SANITIZE_ADDRESS__)
@@ -116,6 +119,20 @@ static inline void *device_alloc(size_t n_bytes) {
     return NULL;
 }
 
+// Memory of the host from which and to which copies are quick and need not be waited for. Not zeroed; NULL with an
+// error message when there is none.
+static inline void *device_host_alloc(size_t n_bytes) {
+    void *pointer = NULL;
+    cudaError_t error = cudaHostAlloc(&pointer, n_bytes > 0 ? n_bytes : 1, cudaHostAllocPortable);
+    if (error == cudaSuccess) return pointer;
+    error_set("%.1f MB of pinned memory: %s%s", 1e-6 * (double)n_bytes, cudaGetErrorString(error), cuda_hint(error));
+    return NULL;
+}
+
+static inline void device_host_free(void *pointer) {
+    if (pointer != NULL) (void)cudaFreeHost(pointer);
+}
+
 // Waits for all work that may use it.
 static inline void device_free(void *pointer) {
     if (pointer == NULL) return;
@@ -190,6 +207,17 @@ static inline void device_copy(void *to, const void *from, size_t n_bytes, Strea
     if (!device_owns(to) || !device_owns(from)) stream_cuda(stream, cudaStreamSynchronize(stream->cuda));
 }
 
+// to = from, memory of device_host_alloc that stays as it is until the stream has been waited for; does not wait.
+static inline void device_upload(void *to, const void *from, size_t n_bytes, Stream *stream) {
+    if (stream->failed || n_bytes == 0) return;
+    stream_cuda(stream, cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, stream->cuda));
+}
+
+// The calling thread goes on with this stream's device.
+static inline void stream_use(Stream *stream) {
+    stream_cuda(stream, cudaSetDevice(stream->device));
+}
+
 // Returns when everything queued on the stream is done: before another stream may use what it has made.
 static inline void stream_wait(Stream *stream) {
     stream_cuda(stream, cudaStreamSynchronize(stream->cuda));
@@ -252,6 +280,12 @@ static inline int stream_create(Stream **out, Precision precision, int threads) 
     }
     *out = stream;
     return 0;
+}
+
+// The same on a device of its number, which is the calling thread's current one from here on.
+static inline int stream_create_on(Stream **out, int device, Precision precision, int threads) {
+    CUDA_CHECK(cudaSetDevice(device));
+    return stream_create(out, precision, threads);
 }
 
 // 0, or -1 if an op on this stream has failed since the stream was made. Does not wait: what a kernel does wrong shows

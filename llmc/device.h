@@ -25,6 +25,9 @@ typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of 
 
 #define DEVICE_ALIGN      64
 #define DEVICE_KEEPS_BF16 0 // 1: products outside training want the weights' bf16 copies too
+// Sizes that suit the device: tokens of a micro-batch, logits that exist at once.
+#define DEVICE_MICRO_TOKENS 1024
+#define DEVICE_LOGITS       ((int64_t)32 << 20)
 
 // Under ASan the gaps between the pieces of an arena are forbidden ground.
 #if defined(__SANITIZE_ADDRESS__)
@@ -107,6 +110,15 @@ typedef struct Stream {
     struct Stream **workers; // (threads) streams of one thread each, for ops whose threads multiply on their own
 } Stream;
 
+// Memory of the host from which and to which copies are quick and need not be waited for. Not zeroed.
+static inline void *device_host_alloc(size_t n_bytes) {
+    return malloc(n_bytes);
+}
+
+static inline void device_host_free(void *pointer) {
+    free(pointer);
+}
+
 static inline void device_zero(void *pointer, size_t n_bytes, Stream *stream) {
     (void)stream;
     memset(pointer, 0, n_bytes);
@@ -116,6 +128,16 @@ static inline void device_zero(void *pointer, size_t n_bytes, Stream *stream) {
 static inline void device_copy(void *to, const void *from, size_t n_bytes, Stream *stream) {
     (void)stream;
     memcpy(to, from, n_bytes);
+}
+
+// to = from, memory of device_host_alloc that stays as it is until the stream has been waited for; does not wait.
+static inline void device_upload(void *to, const void *from, size_t n_bytes, Stream *stream) {
+    device_copy(to, from, n_bytes, stream);
+}
+
+// The calling thread goes on with this stream's device.
+static inline void stream_use(Stream *stream) {
+    (void)stream;
 }
 
 // Returns when everything queued on the stream is done: before another stream may use what it has made.
@@ -191,6 +213,11 @@ static inline int stream_create(Stream **out, Precision precision, int threads) 
     }
     *out = stream;
     return 0;
+}
+
+// The same on a device of its number; the CPU is number 0.
+static inline int stream_create_on(Stream **out, int device, Precision precision, int threads) {
+    return device == 0 ? stream_create(out, precision, threads) : error_set("device %d: there is only the CPU", device);
 }
 
 // Makes the workers at first use. Returns 0 or -1.

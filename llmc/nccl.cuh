@@ -23,6 +23,12 @@
 #include "device.cuh" // Stream, CUDA_CHECK
 #include "error.h"
 
+// How many devices there are to choose from; 0 without a driver.
+static inline int nccl_devices(void) {
+    int present = 0;
+    return cudaGetDeviceCount(&present) == cudaSuccess ? present : 0;
+}
+
 #ifdef WITH_NCCL
 #include <nccl.h> // the collectives
 
@@ -77,8 +83,7 @@ static inline int nccl_start(Nccl *nccl) {
 
 // Connects the first n_devices GPUs. Returns 0, or -1: there are fewer, no memory, or NCCL does not start.
 static inline int nccl_create(Nccl **out, int n_devices) {
-    int present = 0;
-    CUDA_CHECK(cudaGetDeviceCount(&present));
+    int present = nccl_devices();
     if (n_devices < 1 || n_devices > present || n_devices > NCCL_MAX_DEVICES)
         return error_set("%d GPUs asked for, this machine has %d and %d is the most; try --gpus all", n_devices,
                          present, NCCL_MAX_DEVICES);

@@ -3,6 +3,7 @@
 //   subtract   x -= y                                        in place
 //   mean       to = (values[0] + values[1] + ...) / count    overwritten, added in the order of the pointers
 //   round      x = bf16(x), nearest even                     in place, stays fp32
+//   sum        total += x[0] + x[1] + ...                    in double, the same order every time
 //   momentum   m = beta*m + (1-beta)*x                       in place
 //   dot        sum a*b, sum_of_squares  sum x*x              in double, the same bits every time
 // All but dot: a thread for 4 values (elements.cuh), blocks of 256, any n and any addresses. No shared memory.
@@ -146,6 +147,15 @@ __global__ static void __launch_bounds__(DOT_BLOCK)
     if (threadIdx.x == 0) total[0] = sums[0];
 }
 
+// total[0] += x[0] + ... + x[n-1]. One block: for the losses of a micro-batch. Moves 4n bytes.
+__global__ void __launch_bounds__(DOT_BLOCK) vector_sum_kernel(double *total, const float *x, int64_t n) {
+    __shared__ double sums[DOT_BLOCK];
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < n; i += DOT_BLOCK) sum += (double)x[i];
+    dot_reduce(sums, sum);
+    if (threadIdx.x == 0) total[0] += sums[0];
+}
+
 // x (n)
 static inline void vector_scale(float *x, int64_t n, float factor, Stream *stream) {
     VectorScaleOp op = {x, factor};
@@ -182,6 +192,11 @@ static inline void vector_round_bf16(float *x, int64_t n, Stream *stream) {
     VectorRoundOp op = {x};
     Elements range = elements_of(n, 4, aligned_16(x));
     LAUNCH(vector_round_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
+}
+
+// total (1) +=, x (n)
+static inline void vector_sum(double *total, const float *x, int64_t n, Stream *stream) {
+    LAUNCH(vector_sum_kernel, 1, DOT_BLOCK, 0, stream, total, x, n);
 }
 
 // m, x (n)

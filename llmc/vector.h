@@ -3,6 +3,7 @@
 //   subtract   x -= y                                        in place
 //   mean       to = (values[0] + values[1] + ...) / count    overwritten, added in the order of the pointers
 //   round      x = bf16(x), nearest even                     in place, stays fp32
+//   sum        total += x[0] + x[1] + ...                    in double, in this order
 //   momentum   m = beta*m + (1-beta)*x                       in place
 //   dot        sum a*b, sum_of_squares  sum x*x              in double, the same bits for any thread count
 #ifndef LLMC_VECTOR_H
@@ -39,6 +40,14 @@ static inline void vector_mean(float *to, float *const *values, int n_values, in
 static inline void vector_round_bf16(float *x, int64_t n, Stream *stream) {
 #pragma omp parallel for simd num_threads(stream->threads) schedule(static)
     for (int64_t i = 0; i < n; i++) x[i] = float_of_bf16(bf16_of_float(x[i]));
+}
+
+// total (1) +=, x (n)
+static inline void vector_sum(double *total, const float *x, int64_t n, Stream *stream) {
+    double sum = total[0];
+    (void)stream;
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i];
+    total[0] = sum;
 }
 
 // m, x (n)

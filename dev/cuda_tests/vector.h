@@ -61,6 +61,22 @@ static void vector_mean_case(int n, int count, int to, int offset) {
     free(expected);
 }
 
+// The sum goes on from what is there. In double, so that the order is not seen at this tolerance.
+static void vector_sum_case(int n) {
+    float *x = host_random(n, 281, 1.0f), *device_x = device_of_host(x, n);
+    double expected = 3.25, sum = 3.25, *total = (double *)device_alloc(sizeof(double));
+    device_copy(total, &sum, sizeof sum, test_stream);
+    for (int twice = 0; twice < 2; twice++) {
+        cpu::vector_sum(&expected, x, n, test_cpu_stream);
+        vector_sum(total, device_x, n, test_stream);
+    }
+    device_copy(&sum, total, sizeof sum, test_stream);
+    check(fabs(sum - expected) <= 1e-13 * n + 1e-13, "sum of %d: %.17g, %.17g", n, sum, expected);
+    device_free(total);
+    device_release(device_x, n, "x");
+    free(x);
+}
+
 static void vector_dot_case(int n) {
     float *a = host_random(n + 3, 271, 1.0f), *b = host_random(n + 3, 272, 1.0f);
     double squares = cpu::sum_of_squares(a, n, test_cpu_stream), dot = cpu::vector_dot(a, b, n, test_cpu_stream);
@@ -87,7 +103,7 @@ static void test_cuda_vector(void) {
     static const int sizes[] = {1, 3, 4, 5, 1023, 1024, 4101}, dots[] = {1, 4, 1023, 1025, 4096, 4097, 70001};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) vector_case(sizes[i], 0);
     for (int offset = 1; offset < 4; offset++) vector_case(1030, offset);
-    for (size_t i = 0; i < sizeof dots / sizeof *dots; i++) vector_dot_case(dots[i]);
+    for (size_t i = 0; i < sizeof dots / sizeof *dots; i++) vector_dot_case(dots[i]), vector_sum_case(dots[i]);
     vector_dot_case(DOT_BLOCKS * DOT_BLOCK * 4 + 7); // threads take a second quad
     vector_mean_case(1030, 1, 1, 0);
     vector_mean_case(1030, 2, 0, 0);
