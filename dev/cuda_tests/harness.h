@@ -36,6 +36,8 @@ namespace cpu {
 }
 #undef DEVICE_ALIGN
 #undef DEVICE_KEEPS_BF16
+#undef DEVICE_MICRO_TOKENS
+#undef DEVICE_LOGITS
 #undef DEVICE_GAP
 #undef device_forbid
 #include "../../llmc/device.cuh"
