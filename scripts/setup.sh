@@ -13,6 +13,7 @@ need() { # test command, Debian package
     if ! eval "$1" > /dev/null 2>&1; then missing="$missing $2"; fi
 }
 need 'command -v cc || command -v gcc' gcc
+need 'command -v g++' g++ # the CUDA program in the tests, by the emulator
 need 'command -v make' make
 need 'has_file stdio.h' libc6-dev
 need 'has_file dnnl.h' libdnnl-dev
@@ -21,7 +22,6 @@ need 'has_file jansson.h' libjansson-dev
 need 'command -v gnuplot' gnuplot-nox
 need '[ -r /usr/share/wordnet/data.noun ]' wordnet-base
 if [ "${1:-}" = lint ]; then
-    need 'command -v g++' g++
     need 'command -v clang-format' clang-format
     need 'command -v cppcheck' cppcheck
 fi
@@ -31,7 +31,7 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<TEXT
 setup: this system has no apt-get. Please install what these Debian packages hold, then try again:
  $missing
-(a C compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson with headers, gnuplot; WordNet's data files under
+(a C and a C++ compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson with headers, gnuplot; WordNet's data files under
 /usr/share/wordnet are for the demo only)
 TEXT
     exit 1
