@@ -84,6 +84,7 @@ static void read_source(char text[SOURCE_MAX], const char *path) {
 // Every __global__ function of llmc has run.
 static void test_all_launched(void) {
     glob_t files;
+    int n_kernels = 0, column = 0;
     if (!check(glob("llmc/*.cuh", 0, NULL, &files) == 0, "llmc/*.cuh: not found from this folder")) return;
     for (size_t i = 0; i < files.gl_pathc; i++) {
         static char text[SOURCE_MAX];
@@ -92,8 +93,12 @@ static void test_all_launched(void) {
             char name[128];
             at = kernel_name(name, at + strlen("__global__"));
             check(emu_launched(name), "%s: no test launches the kernel %s", files.gl_pathv[i], name);
+            column += printf(column == 0 ? "kernels: %s" : " %s", name);
+            if (column > 100) printf("\n"), column = 0;
+            n_kernels++;
         }
     }
+    printf("\n%d kernels have run\n", n_kernels);
     globfree(&files);
 }
 
