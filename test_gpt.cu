@@ -4023,7 +4023,7 @@ static void test_mask_gradient(void) {
     for (int mode = MASK_SCALE_NONE; mode <= MASK_SCALE_INVERSE; mode++) {
         Stream *stream = test_stream(PRECISION_FP32, 2);
         Codec codec;
-        CodecContext context = {1, 2, 3, 4, 1};
+        CodecContext context = codec_context(1, 2, 3, 4, 1);
         codec_init(&codec, H, 0.8f, (MaskScale)mode, WIRE_FP32, 9);
         int K = mask_kept(0.8f, H);
         static const double scales[] = {1.0, 2.23606797749979, 5.0}; // H/K is 70/14
@@ -4031,8 +4031,8 @@ static void test_mask_gradient(void) {
         uint32_t index[N * H];
         float *x = random_values(N * H, 53, 1.0f), *dout = random_values(N * H, 54, 1.0f), *dx = guarded(N * H);
         float *expected = guarded(N * H), message[N * H];
-        int64_t n_bytes = codec_encode(&codec, &context, dout, N, H, message, sizeof message, stream);
-        check(codec_decode(&codec, &context, message, n_bytes, dx, N, H, stream) == 0, "%s", error_message);
+        int64_t n_bytes = codec_encode(&codec, NULL, &context, dout, N, H, message, sizeof message, stream);
+        check(codec_decode(&codec, NULL, &context, message, n_bytes, dx, N, H, stream) == 0, "%s", error_message);
         for (int i = 0; i < N * H; i++) dx[i] *= 1.0f - tanhf(x[i]) * tanhf(x[i]);
         MaskKey key = {9, 2, 1, 4, 3};
         mask_indices(index, key, N, H, K, stream);
@@ -4053,7 +4053,7 @@ static void test_mask_gradient(void) {
 static void codec_case(Wire wire, float rate, int masked, int n, int H) {
     Stream *stream = test_stream(PRECISION_FP32, 2), *single = test_stream(PRECISION_FP32, 1);
     Codec codec;
-    CodecContext context = {3, 1, 2, 1ll << 33, masked};
+    CodecContext context = codec_context(3, 1, 2, 1ll << 33, masked);
     codec_init(&codec, H, rate, MASK_SCALE_SQRT, wire, 11);
     int K = masked ? mask_kept(rate, H) : H, n_x = n * H, size = wire == WIRE_FP32 ? 4 : 2;
     int64_t n_bytes = (int64_t)n * K * size;
@@ -4075,28 +4075,29 @@ static void codec_case(Wire wire, float rate, int masked, int n, int H) {
     check(codec_bytes(&codec, &context, n, H) == n_bytes, "size %lld, %lld expected",
           (long long)codec_bytes(&codec, &context, n, H), (long long)n_bytes);
     memset(message, 0xA5, (size_t)n_bytes);
-    check_error(codec_encode(&codec, &context, x, n, H, message, n_bytes - 1, stream) < 0, "the buffer",
+    check_error(codec_encode(&codec, NULL, &context, x, n, H, message, n_bytes - 1, stream) < 0, "the buffer",
                 "a small buffer");
     int untouched = 1;
     for (int64_t i = 0; i < n_bytes; i++) untouched = untouched && message[i] == 0xA5;
     check(untouched, "a refused message was written");
-    check(codec_encode(&codec, &context, x, n, H, message, n_bytes, stream) == n_bytes, "bytes used");
-    check(codec_encode(&codec, &context, x, n, H, longer, n_bytes, single) == n_bytes &&
+    check(codec_encode(&codec, NULL, &context, x, n, H, message, n_bytes, stream) == n_bytes, "bytes used");
+    check(codec_encode(&codec, NULL, &context, x, n, H, longer, n_bytes, single) == n_bytes &&
               memcmp(longer, message, (size_t)n_bytes) == 0,
           "the message depends on threads or the address");
     for (int64_t wrong = 0; wrong <= n_bytes + 1; wrong += wrong + 3 < n_bytes ? wrong + 3 : 1) {
         if (wrong == n_bytes) continue;
         unsigned char *bytes = (unsigned char *)calloc((size_t)wrong + 1, 1);
-        check_error(codec_decode(&codec, &context, bytes, wrong, out, n, H, stream), "a message of", "a wrong length");
+        check_error(codec_decode(&codec, NULL, &context, bytes, wrong, out, n, H, stream), "a message of",
+                    "a wrong length");
         free(bytes);
     }
     untouched = 1;
     for (int i = 0; i < n_x; i++) untouched = untouched && isnan(out[i]);
     check(untouched, "a refused message was decoded");
-    check(codec_decode(&codec, &context, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
+    check(codec_decode(&codec, NULL, &context, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
     check(memcmp(out, expected, sizeof(float) * (size_t)n_x) == 0, "wire %d, rate %g, masked %d, n %d, H %d: x differs",
           (int)wire, (double)rate, masked, n, H);
-    check(codec_decode(&codec, &context, longer, n_bytes, again, n, H, single) == 0, "%s", error_message);
+    check(codec_decode(&codec, NULL, &context, longer, n_bytes, again, n, H, single) == 0, "%s", error_message);
     check(memcmp(again, out, sizeof(float) * (size_t)n_x) == 0, "x depends on threads or the address");
     release(out, n_x, "decode");
     release(again, n_x, "decode");
@@ -4120,14 +4121,17 @@ static void test_codec(void) {
     Codec codec;
     float x[8] = {0}, message[8];
     codec_init(&codec, 8, 0.5f, MASK_SCALE_NONE, WIRE_FP32, 1);
-    static const CodecContext beyond[] = {
-        {4096, 0, 0, 0, 1}, {0, 4096, 0, 0, 1}, {0, 0, 4096, 0, 1}, {0, 0, 0, 1ll << 36, 1}, {0, 0, 0, -1, 1}};
+    const CodecContext beyond[] = {codec_context(4096, 0, 0, 0, 1), codec_context(0, 4096, 0, 0, 1),
+                                   codec_context(0, 0, 4096, 0, 1), codec_context(0, 0, 0, 1ll << 36, 1),
+                                   codec_context(0, 0, 0, -1, 1)};
     for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++) {
-        check_error(codec_encode(&codec, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0, "mask: ", "encode");
-        check_error(codec_decode(&codec, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
+        check_error(codec_encode(&codec, NULL, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0,
+                    "mask: ", "encode");
+        check_error(codec_decode(&codec, NULL, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
     }
-    CodecContext whole = {4096, 0, 5000, 0, 0}; // nothing is masked, so nothing names a mask
-    check(codec_encode(&codec, &whole, x, 1, 8, message, sizeof message, stream) == codec_bytes(&codec, &whole, 1, 8),
+    CodecContext whole = codec_context(4096, 0, 5000, 0, 0); // nothing is masked, so nothing names a mask
+    check(codec_encode(&codec, NULL, &whole, x, 1, 8, message, sizeof message, stream) ==
+              codec_bytes(&codec, &whole, 1, 8),
           "a dense message asks for a mask's key");
     stream_destroy(stream);
 }
@@ -4224,13 +4228,13 @@ static void test_clock(void) {
 static void test_mesh_defaults(void) {
     write_corpus();
     check_run(0, NULL, DEEP "-p 0.95 --dry-run",
-              "mesh: 1 fast replica of 4 stages, 1 of 24 values a boundary and token (bf16)");
+              "mesh: 1 fast replica of 4 stages, codec mask: 1 of 24 values a boundary and token (bf16)");
     check(strstr(run_output, "anchor: rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
           run_output);
     check_run(0, NULL, SMALL "-p 0.95 --dry-run", "mesh: 1 fast replica of 2 stages");
     check_run(0, NULL, SMALL "-p 0 --dry-run", "run:");
     check(strstr(run_output, "mesh:") == NULL, "-p 0 alone makes a mesh:\n%s", run_output);
-    check_run(0, NULL, DEEP "-p 0.9 -x 4 --dry-run", "mesh: 3 fast replicas of 4 stages, 2 of 24");
+    check_run(0, NULL, DEEP "-p 0.9 -x 4 --dry-run", "mesh: 3 fast replicas of 4 stages, codec mask: 2 of 24");
     check_run(0, NULL, DEEP "-p 0.9 -x 4 --anchor 0 --dry-run", "mesh: 4 fast replicas of 4 stages");
     check_run(0, NULL, "--init llama-3.2-1b -p 0.95 -x 8 -b 32 -t 2048 --micro-batch 1 --dry-run", "M95+AP");
     check(strstr(run_output, "7 fast replicas of 4 stages, 102 of 2048 values") != NULL &&
