@@ -13,25 +13,38 @@
 #ifndef LLMC_CODEC_FORMAT_H
 #define LLMC_CODEC_FORMAT_H
 
-#include <math.h>   // sqrt
+#include <math.h>   // sqrt, floor
 #include <stddef.h> // NULL
 #include <stdint.h> // fixed-width integers
 #include <stdio.h>  // snprintf
 
-#include "error.h"    // error_set
-#include "mask_set.h" // MaskKey, mask_kept
+#include "error.h"       // error_set
+#include "mask_set.h"    // MaskKey, mask_kept
+#include "quant_group.h" // QuantRow, quant_row_bytes
+#include "topk_row.h"    // topk_kept, topk_set_bytes
 
 typedef enum { WIRE_BF16, WIRE_FP32 } Wire;
 
 typedef enum { MASK_SCALE_NONE, MASK_SCALE_SQRT, MASK_SCALE_INVERSE } MaskScale; // survivors * 1, sqrt(H/K), H/K
 
-typedef enum { CODEC_MASK, CODEC_NONE, CODEC_KINDS } CodecKind;
+typedef enum {
+    CODEC_MASK,
+    CODEC_NONE,
+    CODEC_QUANT8,
+    CODEC_QUANT4,
+    CODEC_TOPK,
+    CODEC_BOTTLENECK,
+    CODEC_AQSGD,
+    CODEC_TAHQUANT,
+    CODEC_KINDS,
+} CodecKind;
 
 // The kinds in words, in their order.
-#define CODEC_NAMES "mask|none"
+#define CODEC_NAMES "mask|none|quant8|quant4|topk|bottleneck|aqsgd|tahquant"
 
 static inline const char *codec_name(CodecKind kind) {
-    static const char *const names[CODEC_KINDS] = {"mask", "none"};
+    static const char *const names[CODEC_KINDS] = {"mask", "none",       "quant8", "quant4",
+                                                   "topk", "bottleneck", "aqsgd",  "tahquant"};
     return names[kind];
 }
 
@@ -91,11 +104,37 @@ static inline int codec_values(const Codec *codec, const CodecContext *context, 
     return codec_is_dense(codec, context, H) ? H : mask_kept(codec->mask_rate, H);
 }
 
-// Bytes of a token of a message that is not dense.
+// Bytes of a token that -p leaves.
+static inline int64_t codec_budget(const Codec *codec, int H) {
+    return (int64_t)floor((1.0 - (double)codec->mask_rate) * (double)codec_size(codec) * H + 1e-3); // p is a float
+}
+
+// K of topk: what the budget holds, sets included.
+static inline int codec_topk_kept(const Codec *codec, int H) {
+    return topk_kept(codec_budget(codec, H), codec_size(codec), H);
+}
+
+// The quantized rows of a codec that has them: quant8, quant4; aqsgd, where the rows are differences; tahquant (after
+// He et al., "TAH-Quant", 2025), forward 2 bits that go where groups need them, backward 8 bits of rotated groups.
+static inline QuantRow codec_quant_row(const Codec *codec, CodecDirection direction, int H) {
+    int forward = direction == CODEC_FORWARD, tiles = codec->kind == CODEC_TAHQUANT;
+    int bits = codec->kind == CODEC_QUANT8 ? 8 : codec->kind == CODEC_QUANT4 ? 4 : forward ? 2 : 8;
+    QuantRow row = {H, bits, tiles && forward, tiles && !forward};
+    return row;
+}
+
+// Bytes of a token of a message that is not dense (aqsgd: of a window that was seen before).
 static inline int64_t codec_row_bytes(const Codec *codec, CodecDirection direction, int H) {
-    (void)direction;
     switch (codec->kind) {
-    case CODEC_MASK: return mask_kept(codec->mask_rate, H) * codec_size(codec);
+    case CODEC_MASK:
+    case CODEC_BOTTLENECK: return mask_kept(codec->mask_rate, H) * codec_size(codec);
+    case CODEC_TOPK:
+        return codec_topk_kept(codec, H) * codec_size(codec) +
+               (direction == CODEC_FORWARD ? topk_set_bytes(codec_topk_kept(codec, H), H) : 0);
+    case CODEC_QUANT8:
+    case CODEC_QUANT4:
+    case CODEC_AQSGD:
+    case CODEC_TAHQUANT: return quant_row_bytes(H, codec_quant_row(codec, direction, H).bits);
     default: return H * codec_size(codec);
     }
 }
@@ -138,7 +177,22 @@ static inline float codec_rate(const Codec *codec, int H) {
 static inline int codec_check(const Codec *codec, int H) {
     if (codec->kind == CODEC_NONE && codec->mask_rate > 0.0f)
         return error_set("--codec none sends all there is; leave out -p, or choose another codec");
-    (void)H;
+    int takes_budget = codec->kind == CODEC_TOPK || codec->kind == CODEC_BOTTLENECK;
+    if (takes_budget && codec->mask_rate == 0.0f)
+        return error_set("--codec %s sends what -p leaves; give -p, such as 0.95", codec_name(codec->kind));
+    if (codec->kind == CODEC_TOPK && codec_topk_kept(codec, H) == 0)
+        return error_set("--codec topk: -p %g leaves %lld bytes of a token's %d values, too few for one and its index",
+                         (double)codec->mask_rate, (long long)codec_budget(codec, H), H);
+    if (H > QUANT_GROUP * QUANT_MAX_GROUPS)
+        return error_set("--codec %s: %d values of a token, at most %d are possible", codec_name(codec->kind), H,
+                         QUANT_GROUP * QUANT_MAX_GROUPS);
+    int64_t forward = codec_row_bytes(codec, CODEC_FORWARD, H), backward = codec_row_bytes(codec, CODEC_BACKWARD, H);
+    int64_t most = forward > backward ? forward : backward;
+    if (codec->kind >= CODEC_QUANT8 && !takes_budget && codec->mask_rate > 0.0f && most > codec_budget(codec, H))
+        return error_set(
+            "--codec %s has a rate of its own, %lld bytes a token, and -p %g leaves %lld; leave out -p, or "
+            "choose another codec",
+            codec_name(codec->kind), (long long)most, (double)codec->mask_rate, (long long)codec_budget(codec, H));
     return 0;
 }
 
