@@ -15,6 +15,7 @@
 #include "dev/cuda_tests/adamw.h"
 #include "dev/cuda_tests/attention.h"
 #include "dev/cuda_tests/codec.h"
+#include "dev/cuda_tests/codecs.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
 #include "dev/cuda_tests/linalg.h"
@@ -38,6 +39,7 @@ static const struct {
     {"adamw", test_cuda_adamw},
     {"attention", test_cuda_attention},
     {"codec", test_cuda_codec},
+    {"codecs", test_cuda_codecs},
     {"cross_entropy", test_cuda_cross_entropy},
     {"embedding", test_cuda_embedding},
     {"linalg", test_cuda_linalg},

@@ -4776,6 +4776,12 @@ static void test_device_mesh(void) {
     check_run(1, NULL, TINY_MESH "--gpus 2 -o @/two", "computes on the CPU");
 #endif
     check_run(1, NULL, TINY_MESH "--gpus some -o @/some", "a number from 1");
+    static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
+    for (int i = 0; i < 4; i++) {
+        char command[1024];
+        snprintf(command, sizeof command, TINY_MESH "-n 2 -o @/codec%d --codec %s", i, codecs[i]);
+        check_run(0, NULL, command, "done: 2 steps");
+    }
     check_run(0, NULL, "-m @/whole/latest/model.bin --generate ab --max-tokens 3", "ab");
     check_run(0, NULL, "-m @/whole/latest/model.bin --eval --val-data @/corpus.jsonl --val-tokens 16 -t 8",
               "validation loss");
