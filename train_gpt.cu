@@ -1233,9 +1233,14 @@ static Link *mesh_meeting(const Mesh *mesh, int stage, int from, int to) {
 
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
+    nccl_destroy(mesh->nccl); // its sums end before their memory goes
+    for (int g = 1; g < mesh->n_gpus; g++) {
+        if (mesh->streams[g] != NULL) stream_use(mesh->streams[g]);
+        for (int i = 0; i < n_cells; i++)
+            if (mesh->cells[i].more != NULL) stage_free(cell_stage(&mesh->cells[i], g));
+    }
+    if (mesh->stream != NULL) stream_use(mesh->stream);
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
-        for (int g = 1; g < mesh->n_gpus && mesh->cells[i].more != NULL; g++)
-            stage_free(cell_stage(&mesh->cells[i], g));
         free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
@@ -1253,7 +1258,6 @@ static void mesh_free(Mesh *mesh) {
     free(mesh->meeting);
     device_host_free(mesh->message);
     device_free(mesh->exchange);
-    nccl_destroy(mesh->nccl);
     for (int g = 1; g < mesh->n_gpus; g++) stream_destroy(mesh->streams[g]);
     memset(mesh, 0, sizeof *mesh);
 }
@@ -1971,6 +1975,7 @@ static int anchor_pass(Anchor *anchor) {
 
 static void *anchor_thread(void *argument) {
     Anchor *anchor = (Anchor *)argument;
+    stream_use(anchor->stream); // a new thread begins with device 0
     pthread_mutex_lock(&anchor->mutex);
     for (;;) {
         while (anchor->state != ANCHOR_WORKING && anchor->state != ANCHOR_LEAVING)
