@@ -1442,6 +1442,11 @@ static void cell_sum_grads(void *context, int first, int last) {
     sum->failed |= nccl_sum(sum->mesh->nccl, values, to->offset + to->n - from->offset, sum->mesh->streams);
 }
 
+// 1 if the clock of each cell wants the time its own work takes here: then it is waited for.
+static int cells_are_timed(const Mesh *mesh) {
+    return mesh->n_replicas * mesh->n_stages > 1 && mesh->device_flops == 0.0;
+}
+
 // Does the cell's next work: receive, compute, send.
 static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Work work = cell->schedule[cell->next_work++];
@@ -1483,7 +1488,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
             n_bytes = cell_encode(mesh, &before, stage->d.dx, N, stream);
         }
     }
-    if (mesh->n_replicas * mesh->n_stages > 1) stream_wait(stream); // the clock of each cell wants its own time
+    if (cells_are_timed(mesh)) stream_wait(stream);
     double took = seconds() - start, flops = stage_flops(stage, N, T) * (work.kind == WORK_FORWARD ? 1.0 : 2.0);
     if (pass->times != NULL) { // of the head's three products one is forward
         double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
@@ -3013,6 +3018,7 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
                      trainer->stream);
+        if (cells_are_timed(mesh)) stream_wait(trainer->stream);
         if (mesh->device_flops == 0.0)
             clock_compute(&cell->clock, seconds() - start);
         else if (filtered && opts->alpha != 1.0f)
