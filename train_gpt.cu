@@ -412,10 +412,11 @@ static void stage_free(Stage *stage) {
 #define LOGITS_MAX DEVICE_LOGITS
 #endif
 
-// Rows of logits that exist at once.
+// Rows of logits that exist at once: whole tiles of a matrix product where there are some.
 static int logits_chunk(const Config *config, int64_t N) {
-    int64_t rows = LOGITS_MAX / config->vocab;
+    int64_t rows = LOGITS_MAX / config->vocab, tile = 256;
     if (rows < 1) rows = 1;
+    if (rows > tile) rows -= rows % tile;
     return (int)(rows < N ? rows : N);
 }
 
