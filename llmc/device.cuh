@@ -176,7 +176,7 @@ typedef struct Stream {
     int device;
     cudaStream_t cuda;
     cublasLtHandle_t blas;
-    cusolverDnHandle_t solver; // bound to this stream
+    cusolverDnHandle_t solver; // bound to this stream; NULL until its first factorization
     Scratch scratch[SCRATCH_COUNT];
     Kept kept[KEPT_COUNT];
     int failed; // an op failed; error_message says which
@@ -266,9 +266,6 @@ static inline int stream_start(Stream *stream) {
     CUDA_CHECK(cudaGetDevice(&stream->device));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking));
     if (cublasLtCreate(&stream->blas) != CUBLAS_STATUS_SUCCESS) return error_set("cuBLASLt does not start on this GPU");
-    if (cusolverDnCreate(&stream->solver) != CUSOLVER_STATUS_SUCCESS ||
-        cusolverDnSetStream(stream->solver, stream->cuda) != CUSOLVER_STATUS_SUCCESS)
-        return error_set("cuSOLVER does not start on this GPU");
     return 0;
 }
 
