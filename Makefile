@@ -98,16 +98,19 @@ build/emulated_gpt$(SANITIZE) build/emulated_gpt_fp32$(SANITIZE): test_gpt.cu tr
 	$(CXX) $(EMULATED) $(EMULATED_FLAGS) $(BASE) $(if $(findstring fp32,$@),-DFLOATX_FP32) test_gpt.cu -o $@ $(LIBS)
 
 # The same tests and the speed on a GPU, X_fp32 with fp32 activations whatever PRECISION says. The ops' tests need the
-# CPU's libraries, whose results they compare with.
+# CPU's libraries, whose results they compare with. What does not build leaves no older program behind.
 ONLY_FP32 = $(if $(findstring fp32,$@),$(if $(filter FP32,$(PRECISION)),,-DFLOATX_FP32))
 build/cuda_ops build/cuda_ops_fp32: test_cuda.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile build/train.target
+	@rm -f $@
 	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) test_cuda.cu -o $@ -ldnnl -lopenblas $(CUDA_LIBS)
 
 build/cuda_gpt build/cuda_gpt_fp32: test_gpt.cu train_gpt.cu $(HEADERS) Makefile build/train.target
+	@rm -f $@
 	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) test_gpt.cu -o $@ $(CUDA_LIBS)
 
 # Beside main, nothing of the program's upper half is called there.
 build/bench_cuda build/bench_cuda_fp32: dev/bench_cuda.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile build/train.target
+	@rm -f $@
 	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) --diag-suppress 177 -Xcompiler -Wno-unused-function dev/bench_cuda.cu -o $@ $(CUDA_LIBS)
 
 build/bench: dev/bench.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile

@@ -732,6 +732,8 @@ int main(int argc, char **argv) {
     }
     int all = !kernels && !train, result = bench_run(&bench, kernels || all, train || all, B);
     if (result != 0) printf("bench_cuda: %s\n", error_message);
+    if (bench.from != NULL) (void)cudaEventDestroy(bench.from);
+    if (bench.to != NULL) (void)cudaEventDestroy(bench.to);
     stream_destroy(bench.stream);
     return result != 0;
 }
