@@ -3,7 +3,8 @@
 # device in bf16 and fp32, compute-sanitizer on the small tests, every kernel's speed, a step of 1B, and PyTorch's where
 # it is installed. A table comes last; the logs are in build/gpu_check/. Exits with 1 if a part fails; the others run.
 #
-#   scripts/gpu_check.sh [build] [tests] [sanitizer] [kernels] [training] [pytorch]      no word: all of them
+#   scripts/gpu_check.sh [build] [tests] [sanitizer] [kernels] [training] [pytorch]      no word: these
+#   scripts/gpu_check.sh program        all tests of the program in fp32: 200 runs of it, each of which starts the device
 #   DEPS=build/deps.tar.gz scripts/gpu_check.sh     libraries that this machine lacks, from another: scripts/gpu_deps.sh
 #   GPU_CHECK_SECONDS=350   what all parts may take together: a part that would start later fails
 #   ARCH=native, NVCC=nvcc, SANITIZER=compute-sanitizer, PYTHON=python3
@@ -106,13 +107,23 @@ run_build() {
     part build 170 make -k -j"$(nproc)" "${flags[@]}" train "${programs[@]}"
 }
 
+# What test_gpt.cu runs of itself where activations are bf16: the model and a mesh, no runs of the whole program.
+model_tests=(model_against_pytorch micro_batches model_masked kv_cache device_mesh)
+
 # Beside each other: they are small, and nothing is timed.
 start_tests() {
+    # shellcheck disable=SC2016  # the inner shell's
+    local each='failed=0; for name in "$@"; do build/cuda_gpt_fp32 "$name" || failed=1; done; exit $failed'
     parts+=(test_ops_bf16 test_ops_fp32 test_gpt_bf16 test_gpt_fp32)
     part test_ops_bf16 90 build/cuda_ops &
     part test_ops_fp32 90 build/cuda_ops_fp32 &
     part test_gpt_bf16 90 build/cuda_gpt &
-    part test_gpt_fp32 90 build/cuda_gpt_fp32 &
+    part test_gpt_fp32 90 bash -c "$each" each "${model_tests[@]}" &
+}
+
+run_program() {
+    parts+=(test_program)
+    part test_program 300 build/cuda_gpt_fp32
 }
 
 # The tests whose kernels are all ours: the libraries' take minutes under it. What is shared between threads: racecheck.
@@ -180,6 +191,11 @@ print_reach() {
     ' $out/kernels.log $out/training.log 2> /dev/null
 }
 
+count_tests() {
+    awk '/^[0-9]+ passed, [0-9]+ failed$/ { n++; passed += $1; failed += $3 }
+         END { if (n) print ", " passed " passed, " failed " failed" }' "$1"
+}
+
 print_table() {
     local name result seconds failed=0
     echo
@@ -188,7 +204,7 @@ print_table() {
     for name in "${parts[@]}"; do
         IFS='|' read -r result seconds < "$out/$name.status"
         case $name in
-        test_*) result="$result$(tail -1 "$out/$name.log" | sed -n 's/^[0-9]* passed, [0-9]* failed$/, &/p')" ;;
+        test_*) result="$result$(count_tests "$out/$name.log")" ;;
         training) result="$result$(our_rate | sed 's/.*/, & tok\/s/')" ;;
         pytorch) result="$result$(sed -n 's/.*\(, ratio.*\)/\1/p' $out/pytorch.log 2> /dev/null)" ;;
         esac
@@ -212,6 +228,7 @@ if is_wanted build; then run_build; fi
 if is_wanted tests; then start_tests; fi
 if is_wanted sanitizer; then run_sanitizer; fi
 wait
+if is_wanted program; then run_program; fi
 if is_wanted kernels; then run_kernels; fi
 if is_wanted training; then run_training; fi
 if is_wanted pytorch; then run_pytorch; fi
