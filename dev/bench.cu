@@ -9,20 +9,10 @@
 //          the step timed in the same run
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
-// of the step. FLOPs of a token: 6 per parameter of a matrix that multiplies (the embedding does not), and 6*T*NH*HD a
-// layer for causal attention (half of the T x T scores); recomputed scores are not counted.
+// of the step. bench.h has the FLOPs of a token.
 #define BENCHMARK
 #include "../train_gpt.cu"
-
-static double median(double *values, int n) {
-    for (int i = 1; i < n; i++) { // insertion sort
-        double value = values[i];
-        int j = i;
-        for (; j > 0 && values[j - 1] > value; j--) values[j] = values[j - 1];
-        values[j] = value;
-    }
-    return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
-}
+#include "bench.h" // median, flops_per_token, fill_batch
 
 // GFLOP/s of one 2048^3 product, operands already in the precision's type.
 static double matmul_peak(float *buffer, Stream *stream) {
@@ -32,12 +22,6 @@ static double matmul_peak(float *buffer, Stream *stream) {
     double start = seconds();
     matmul_product(out, SIZE, a, SIZE, 0, b, SIZE, 1, SIZE, SIZE, SIZE, bf16, 0, stream);
     return 2e-9 * SIZE * SIZE * SIZE / (seconds() - start);
-}
-
-static double flops_per_token(const Stage *stage, int T) {
-    const Config *c = &stage->config;
-    double matrices = (double)(config_n_params(c) - (c->tied ? 0 : (int64_t)c->vocab * c->channels));
-    return 6.0 * matrices + 6.0 * T * (double)stage->A * c->n_layers;
 }
 
 // Fills the weights cheaply: speed does not depend on them, as long as nothing overflows.
@@ -70,11 +54,7 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
     float *square = (float *)device_alloc(sizeof(float) * 3 * 2048 * 2048);
     if (square == NULL) return -1;
     fill_weights(&stage);
-    for (int n = 0; n < batch * T; n++) {
-        data.tokens[n] = rand_block(1, RAND_TEST, 0, (uint64_t)n).v[0] % (uint32_t)config.vocab;
-        data.targets[n] = (int32_t)(rand_block(1, RAND_TEST, 1, (uint64_t)n).v[0] % (uint32_t)config.vocab);
-    }
-    data.n_valid = batch * T;
+    fill_batch(&data, config.vocab);
     for (int i = 0; i < 3; i++) matmul_peak(square, stream); // warm
     for (int step = -1; step < n_steps; step++) {            // the first step makes the kernels and touches the memory
         if (step == 0) memset(&times, 0, sizeof times);
