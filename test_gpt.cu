@@ -4739,6 +4739,7 @@ static void test_codec_runs(void) {
             i, i == 0 ? "--codec quant8" : cases[i].words);
         check_run(0, NULL, command, "validation loss");
     }
+    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "codec, the host's");
     check_run(1, NULL, SMALL "--codec topk -y 2 --dry-run", "--codec topk sends what -p leaves; give -p");
     check_run(1, NULL, SMALL "--codec topk -p 0.99 -y 2 --dry-run", "too few for one and its index");
     check_run(1, NULL, SMALL "--codec quant4 -p 0.9 -y 2 --dry-run", "leave out -p, or choose another codec");
