@@ -549,15 +549,18 @@ static void matmul_case(int N, int K, int M, Precision precision, int accumulate
     if ((int64_t)N * K > largest) largest = (int64_t)N * K;
     if ((int64_t)M * K > largest) largest = (int64_t)M * K;
     float *expected = (float *)calloc((size_t)largest, sizeof(float));
-    for (int64_t i = 0; accumulate && i < (int64_t)N * M; i++) out[i] = 1.0f;
+    for (int64_t i = 0; accumulate == 1 && i < (int64_t)N * M; i++) out[i] = 1.0f;
     for (int64_t i = 0; accumulate && i < (int64_t)M * K; i++) dw[i] = 2.0f;
     Weight weight = {w, NULL};
-    matmul_forward(out, x, weight, N, K, M, accumulate, stream);
+    float *residual = (float *)malloc(sizeof(float) * (size_t)N * (size_t)M);
+    for (int64_t i = 0; i < (int64_t)N * M; i++) residual[i] = 1.0f;
+    matmul_forward(out, x, weight, N, K, M, accumulate == 2 ? residual : accumulate ? out : NULL, stream);
+    free(residual);
     matmul_backward(dx, dw, dout, x, weight, N, K, M, accumulate, stream);
     check(stream_check(stream) == 0, "%s", error_message);
     for (int n = 0; n < N; n++) {
         for (int m = 0; m < M; m++) {
-            double sum = accumulate;
+            double sum = accumulate > 0;
             for (int k = 0; k < K; k++) sum += (double)x[n * K + k] * (double)w[m * K + k];
             expected[n * M + m] = (float)sum;
         }
@@ -573,7 +576,7 @@ static void matmul_case(int N, int K, int M, Precision precision, int accumulate
     check_close(dx, expected, (int64_t)N * K, tol, "dx");
     for (int m = 0; m < M; m++) {
         for (int k = 0; k < K; k++) {
-            double sum = 2.0 * accumulate;
+            double sum = accumulate > 0 ? 2.0 : 0.0;
             for (int n = 0; n < N; n++) sum += (double)dout[n * M + m] * (double)x[n * K + k];
             expected[m * K + k] = (float)sum;
         }
@@ -590,7 +593,7 @@ static void matmul_case(int N, int K, int M, Precision precision, int accumulate
 }
 
 static void test_matmul(void) {
-    for (int accumulate = 0; accumulate < 2; accumulate++) {
+    for (int accumulate = 0; accumulate < 3; accumulate++) {
         for (int p = 0; p <= device_has_bf16(); p++) {
             matmul_case(1, 1, 1, (Precision)p, accumulate);
             matmul_case(3, 5, 7, (Precision)p, accumulate);
@@ -1020,7 +1023,7 @@ static void test_model_against_pytorch(void) {
         stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
         floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
         matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
-                       0, f.stream);
+                       NULL, f.stream);
         float *ours = guarded(n);
         copy_activations(ours, product, (int)n, f.stream);
         check_close(ours, logits, n, model_tol(2e-6, 2e-2), "logits");

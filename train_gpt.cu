@@ -800,7 +800,7 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
     rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, 0, stream);
+    matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
     rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
     const floatX *k = acts->qkv + A, *v = k + KV;
@@ -813,14 +813,12 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
         k = rows, v = rows + KV;
     }
     attention_forward(acts->att, acts->lse, acts->qkv, k, v, shape, stream);
-    device_copy(acts->mid, acts->x, sizeof(floatX) * (size_t)N * C, stream);
-    matmul_forward(acts->mid, acts->att, stage_weight(stage, w->o), N, A, C, 1, stream);
+    matmul_forward(acts->mid, acts->att, stage_weight(stage, w->o), N, A, C, acts->x, stream);
     rmsnorm_forward(acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->gate_up, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, 0, stream);
+    matmul_forward(acts->gate_up, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL, stream);
     swiglu_forward(acts->hidden, acts->gate_up, N, F, stream);
     if (out == NULL) return; // recomputing: the output is known
-    device_copy(out, acts->mid, sizeof(floatX) * (size_t)N * C, stream);
-    matmul_forward(out, acts->hidden, stage_weight(stage, w->down), N, F, C, 1, stream);
+    matmul_forward(out, acts->hidden, stage_weight(stage, w->down), N, F, C, acts->mid, stream);
 }
 
 // d->dx: gradient of the layer's output in, of its input out. g: weight gradients, matrices overwritten on the first
@@ -902,7 +900,7 @@ static void head_loss(Stage *stage, const int32_t *targets, int N, int backward,
     for (int n = 0; n < N; n += stage->logits_rows) {
         int rows = N - n < stage->logits_rows ? N - n : stage->logits_rows;
         floatX *normed = stage->normed + (size_t)n * C;
-        matmul_forward(stage->logits, normed, stage_weight(stage, stage->p.head), rows, C, V, 0, stream);
+        matmul_forward(stage->logits, normed, stage_weight(stage, stage->p.head), rows, C, V, NULL, stream);
         cross_entropy(stage->losses + n, stage->logits, stage->targets + n, rows, V, scale, backward, stream);
         if (!backward) continue;
         matmul_backward(stage->d.dnorm + (size_t)n * C, stage->g.head, stage->logits, normed,
@@ -1154,7 +1152,7 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
         char text[8] = "";
         Stage *last = model_forward(model, tokens, 1, n, &cache, NULL, NULL, stream);
         matmul_forward(last->logits, last->normed + (size_t)(n - 1) * model->config.channels,
-                       stage_weight(last, last->p.head), 1, model->config.channels, V, 0, stream);
+                       stage_weight(last, last->p.head), 1, model->config.channels, V, NULL, stream);
         if ((result = stream_check(stream)) != 0) break;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
         device_copy(row, last->logits, sizeof(floatX) * (size_t)V, stream);

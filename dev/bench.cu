@@ -123,13 +123,13 @@ static int bench_parts(Precision precision) {
     for (int64_t i = 0; i < floats; i++) base[i] = (float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f;
     double matmul = 2e-9 * N, attention = 4e-9 * T * T * NH * HD / 2, nc = 4e-9 * N * C, nf = 4e-9 * N * F;
     printf("ops of a 124M layer, %d rows, T %d, %s:\n", N, T, precision == PRECISION_BF16 ? "bf16" : "fp32");
-    BENCH_OP("matmul qkv forward", matmul * C * QKV, 0.0, matmul_forward(q, x, w, N, C, QKV, 0, stream));
+    BENCH_OP("matmul qkv forward", matmul * C * QKV, 0.0, matmul_forward(q, x, w, N, C, QKV, NULL, stream));
     BENCH_OP("matmul qkv backward", 2 * matmul * C * QKV, 0.0,
              matmul_backward(z, dweight, dq, x, w, N, C, QKV, 1, stream));
-    BENCH_OP("matmul gate_up forward", matmul * C * 2 * F, 0.0, matmul_forward(y, x, w, N, C, 2 * F, 0, stream));
+    BENCH_OP("matmul gate_up forward", matmul * C * 2 * F, 0.0, matmul_forward(y, x, w, N, C, 2 * F, NULL, stream));
     BENCH_OP("matmul gate_up backward", 2 * matmul * C * 2 * F, 0.0,
              matmul_backward(z, dweight, y, x, w, N, C, 2 * F, 1, stream));
-    BENCH_OP("matmul down forward", matmul * C * F, 0.0, matmul_forward(z, y, w, N, F, C, 1, stream));
+    BENCH_OP("matmul down forward", matmul * C * F, 0.0, matmul_forward(z, y, w, N, F, C, z, stream));
     BENCH_OP("matmul down backward", 2 * matmul * C * F, 0.0, matmul_backward(y, dweight, z, y, w, N, F, C, 1, stream));
     BENCH_OP("attention forward", attention, 0.0, attention_forward(z, lse, q, q + C, q + 2 * C, shape, stream));
     BENCH_OP("attention backward", 2 * attention, 0.0,
@@ -138,7 +138,7 @@ static int bench_parts(Precision precision) {
     BENCH_OP("rmsnorm backward", 0.0, 6 * nc, rmsnorm_backward(z, dweight, x, y, weight, rstd, N, C, stream));
     BENCH_OP("swiglu forward", 0.0, 3 * nf, swiglu_forward(x, y, N, F, stream));
     BENCH_OP("swiglu backward", 0.0, 5 * nf, swiglu_backward(y, x, y, N, F, stream));
-    BENCH_OP("matmul head forward", matmul * C * V, 0.0, matmul_forward(logits, x, w, N, C, V, 0, stream));
+    BENCH_OP("matmul head forward", matmul * C * V, 0.0, matmul_forward(logits, x, w, N, C, V, NULL, stream));
     BENCH_OP("cross entropy", 0.0, 3 * 4e-9 * N * V, cross_entropy(loss, logits, targets, N, V, 1e-3f, 1, stream));
     BENCH_OP("matmul head backward", 2 * matmul * C * V, 0.0,
              matmul_backward(z, dweight, logits, x, w, N, C, V, 1, stream));

@@ -476,7 +476,7 @@ static void bench_product(Bench *bench, const char *name, int N, int K, int M, i
     snprintf(label, sizeof label, "matmul %s forward", name);
     bench_row(bench, row_of(label, 0, flops, MATMUL_BF16, "%d x %d x %d", N, M, K), [=](Pieces &p) {
         floatX *out = p.take<floatX>((int64_t)N * M), *x = p.take<floatX>((int64_t)N * K);
-        matmul_forward(out, x, p.weight((int64_t)K * M), N, K, M, accumulate, stream);
+        matmul_forward(out, x, p.weight((int64_t)K * M), N, K, M, accumulate ? out : NULL, stream);
     });
     MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16}; // as in matmul_backward
     snprintf(label, sizeof label, "matmul %s dx", name);

@@ -43,7 +43,7 @@ static inline int64_t codec_bottleneck_encode(const Codec *codec, const CodecEnd
     if (codec_fits(n_bytes, cap) || bottleneck_message(&m, end->basis, n_bytes, n_values, (int64_t)K * H, stream))
         return -1;
     Weight basis = {m.basis, NULL};
-    matmul_forward(m.values, x, basis, n, H, K, 0, stream);
+    matmul_forward(m.values, x, basis, n, H, K, NULL, stream);
     if (codec->wire == WIRE_FP32)
         codec_convert((float *)m.wired, m.values, n_values, stream);
     else
@@ -66,7 +66,7 @@ static inline int codec_bottleneck_decode(const Codec *codec, const CodecEnd *en
         codec_convert(m.values, (const float *)m.wired, n_values, stream);
     else
         codec_convert(m.values, (const __nv_bfloat16 *)m.wired, n_values, stream);
-    matmul_forward(x, m.values, back, n, K, H, 0, stream);
+    matmul_forward(x, m.values, back, n, K, H, NULL, stream);
     return stream_check(stream);
 }
 

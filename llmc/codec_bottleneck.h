@@ -26,7 +26,7 @@ static inline int64_t codec_bottleneck_encode(const Codec *codec, const CodecEnd
     if (codec_fits(n_bytes, cap)) return -1;
     float *values = codec_bottleneck_scratch(n_values, stream);
     if (values == NULL) return -1;
-    matmul_forward(values, x, basis, n, H, K, 0, stream);
+    matmul_forward(values, x, basis, n, H, K, NULL, stream);
 #pragma omp parallel for num_threads(stream->threads)
     for (int64_t i = 0; i < n_values; i++) codec_put((char *)out, i, values[i], codec->wire);
     return stream_check(stream) ? -1 : n_bytes;
@@ -42,7 +42,7 @@ static inline int codec_bottleneck_decode(const Codec *codec, const CodecEnd *en
     if (values == NULL) return -1;
 #pragma omp parallel for num_threads(stream->threads)
     for (int64_t i = 0; i < n_values; i++) values[i] = codec_get((const char *)in, i, codec->wire);
-    matmul_forward(x, values, back, n, K, H, 0, stream);
+    matmul_forward(x, values, back, n, K, H, NULL, stream);
     return stream_check(stream);
 }
 

@@ -5,7 +5,9 @@
 // Both operands are bf16 and the sums fp32, rounded once on the way out; in the FLOATX_FP32 build all is fp32, without
 // TF32. A weight whose bf16 copy is not kept is rounded at each product.
 //
-// Fused: the addition to what is there (beta), for the residual stream in bf16 and for gradients in fp32, and the two
+// Fused: the addition of the residual stream in bf16, read from one place and written to another (8 bytes a value moved
+// where a copy and an addition, or an addition within the norm behind it, move 10 to 12), that of gradients to what is
+// there in fp32, and the two
 // factors of matmul_scaled. There is nothing else to fuse into a product: no bias, and SwiGLU wants two columns.
 //
 // cuBLASLt's first choice for a shape is kept in the stream with its descriptions: no search and no allocation in a
@@ -219,23 +221,31 @@ static inline MatmulEntry *matmul_entry(const MatmulShape *shape, MatmulKept *ke
     return NULL;
 }
 
-static inline int matmul_try(void *out, const void *a, const void *b, const MatmulShape *shape, float alpha, float beta,
-                             Stream *stream) {
+static inline int matmul_try(void *out, const void *add, const void *a, const void *b, const MatmulShape *shape,
+                             float alpha, float beta, Stream *stream) {
     MatmulKept *kept = matmul_kept(stream);
     MatmulEntry *entry = kept != NULL ? matmul_entry(shape, kept, stream) : NULL;
     if (entry == NULL) return -1;
-    MATMUL_TRY(cublasLtMatmul(stream->blas, entry->product, &alpha, b, entry->b, a, entry->a, &beta, out, entry->out,
+    MATMUL_TRY(cublasLtMatmul(stream->blas, entry->product, &alpha, b, entry->b, a, entry->a, &beta, add, entry->out,
                               out, entry->out, &entry->algorithm, kept->workspace, entry->workspace_bytes,
                               stream->cuda));
     return 0;
 }
 
-// out = alpha op(a) op(b) + beta out; out is not read where beta is 0. The shape lacks only the alignments.
+// out = alpha op(a) op(b) + beta add; add, which lies as out does and may be out, is not read where beta is 0. The
+// shape lacks only the alignments.
+static inline void matmul_run_add(void *out, const void *add, const void *a, const void *b, MatmulShape shape,
+                                  float alpha, float beta, Stream *stream) {
+    if (stream->failed) return;
+    shape.align_a = matmul_alignment(a), shape.align_b = matmul_alignment(b);
+    shape.align_out = matmul_alignment((const void *)((uintptr_t)out | (uintptr_t)add));
+    if (matmul_try(out, add, a, b, &shape, alpha, beta, stream)) stream->failed = 1;
+}
+
+// out = alpha op(a) op(b) + beta out
 static inline void matmul_run(void *out, const void *a, const void *b, MatmulShape shape, float alpha, float beta,
                               Stream *stream) {
-    if (stream->failed) return;
-    shape.align_a = matmul_alignment(a), shape.align_b = matmul_alignment(b), shape.align_out = matmul_alignment(out);
-    if (matmul_try(out, a, b, &shape, alpha, beta, stream)) stream->failed = 1;
+    matmul_run_add(out, out, a, b, shape, alpha, beta, stream);
 }
 
 // out (rows, cols) fp32 [+]= op(a) (rows, inner) * op(b) (inner, cols). trans_a: a is stored (inner, rows). Row strides
@@ -279,11 +289,13 @@ static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads
     return (int64_t)MATMUL_WORKSPACE + (MATMUL_BF16 ? 2 * weight : 0);
 }
 
-// out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).
-static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M, int accumulate,
-                                  Stream *stream) {
+// out (N, M) = x (N, K) weight^T, plus residual (N, M) unless that is NULL; residual may be out.
+static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M,
+                                  const floatX *residual, Stream *stream) {
     MatmulShape shape = {N, M, K, K, K, M, 0, 0, 0, 0, 1, MATMUL_BF16, MATMUL_BF16};
-    matmul_run(out, x, matmul_weight(weight, K, M, stream), shape, 1.0f, accumulate ? 1.0f : 0.0f, stream);
+    const floatX *add = residual != NULL ? residual : out;
+    matmul_run_add(out, add, x, matmul_weight(weight, K, M, stream), shape, 1.0f, residual != NULL ? 1.0f : 0.0f,
+                   stream);
 }
 
 // dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x. x (N, K), weight (M, K).

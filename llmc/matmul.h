@@ -189,16 +189,17 @@ static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads
     return precision == PRECISION_BF16 ? 2 * ((weight < MATMUL_SLICE ? weight : MATMUL_SLICE) + inputs + grads) : 0;
 }
 
-// out (N, M) = x (N, K) weight^T; accumulate: out += instead (the residual stream).
-static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M, int accumulate,
-                                  Stream *stream) {
+// out (N, M) = x (N, K) weight^T, plus residual (N, M) unless that is NULL; residual may be out.
+static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M,
+                                  const floatX *residual, Stream *stream) {
     int bf16 = matmul_is_bf16(N, stream);
+    if (residual != NULL && residual != out) device_copy(out, residual, sizeof(floatX) * (size_t)N * (size_t)M, stream);
     Operand a = matmul_operand(x, N, K, K, bf16, SCRATCH_A, stream);
     int64_t slice = matmul_slice(M, K);
     for (int64_t m = 0; m < M; m += slice) {
         int64_t width = M - m < slice ? M - m : slice;
         Operand b = matmul_weight(weight, m, width, K, bf16, stream);
-        matmul_product(out + m, M, a.data, a.ld, 0, b.data, b.ld, 1, N, width, K, bf16, accumulate, stream);
+        matmul_product(out + m, M, a.data, a.ld, 0, b.data, b.ld, 1, N, width, K, bf16, residual != NULL, stream);
     }
 }
 

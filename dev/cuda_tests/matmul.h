@@ -8,7 +8,8 @@ namespace cpu {
 }
 #include "../../llmc/matmul.cuh"
 
-// One layer's products. kept: the bf16 copy of the weight is given, and nothing else of it.
+// One layer's products. accumulate: 0, 1 in place, 2 from one place to another. kept: the bf16 copy of the weight is
+// given, and nothing else of it.
 static void matmul_case(int N, int K, int M, int accumulate, int kept) {
     int64_t n_x = (int64_t)N * K, n_w = (int64_t)M * K, n_out = (int64_t)N * M;
     float *x = host_random_x(n_x, 12, 1.0f), *w = host_random(n_w, 13, 1.0f), *dout = host_random_x(n_out, 14, 1.0f);
@@ -21,12 +22,24 @@ static void matmul_case(int N, int K, int M, int accumulate, int kept) {
     bf16_round(rounded, on_w, M, K, K, test_stream);
     Weight weight = {on_w, kept ? rounded : NULL};
     if (kept && MATMUL_BF16) weight.full = NULL;
-    matmul_forward(on_out, on_x, weight, N, K, M, accumulate, test_stream);
+    floatX *on_residual = accumulate == 2 ? on_out : NULL; // from one place to another
+    if (accumulate == 2) on_out = device_nan<floatX>(n_out);
+    matmul_forward(on_out, on_x, weight, N, K, M,
+                   accumulate == 2 ? on_residual
+                   : accumulate    ? on_out
+                                   : NULL,
+                   test_stream);
     matmul_backward(on_dx, on_dw, on_dout, on_x, weight, N, K, M, accumulate, test_stream);
     for (int64_t i = 0; i < n_w; i++) w[i] = to_float(to_floatX(w[i]));
     cpu::Weight same = {w, NULL};
-    cpu::matmul_forward(out, x, same, N, K, M, accumulate, test_cpu_stream);
+    float *residual = (float *)malloc(sizeof(float) * (size_t)n_out);
+    memcpy(residual, out, sizeof(float) * (size_t)n_out);
+    cpu::matmul_forward(out, x, same, N, K, M, accumulate == 2 ? residual : accumulate ? out : NULL, test_cpu_stream);
     cpu::matmul_backward(dx, dw, dout, x, same, N, K, M, accumulate, test_cpu_stream);
+    if (accumulate == 2)
+        check_device(on_residual, residual, n_out, FLOATX_TOL, "residual");
+    else
+        free(residual);
     check_device(on_out, out, n_out, FLOATX_TOL, "out");
     check_device(on_dx, dx, n_x, FLOATX_TOL, "dx");
     check_device(on_dw, dw, n_w, 1e-6, "dweight");
@@ -165,7 +178,7 @@ static void planted_case(const char *what, const char *message, void *out, const
     Stream *stream = NULL;
     MatmulShape shape = {4, 4, 4, 4, 4, 4, promised, promised, promised, 0, 0, 0, 0};
     need(stream_create(&stream, PRECISION_BF16, 1), "stream");
-    check(matmul_try(out, a, b, &shape, 1.0f, 0.0f, stream) != 0, "%s: was accepted", what);
+    check(matmul_try(out, out, a, b, &shape, 1.0f, 0.0f, stream) != 0, "%s: was accepted", what);
     check_message(message, what);
     stream_destroy(stream);
 }
@@ -185,7 +198,7 @@ static void test_cuda_matmul(void) {
     static const int layers[][3] = {{1, 1, 1}, {3, 5, 7}, {17, 33, 65}, {64, 128, 32}, {130, 65, 17}};
     static const int64_t products[][3] = {{1, 1, 1}, {3, 17, 5}, {65, 31, 130}, {40, 24, 16}};
     for (size_t i = 0; i < sizeof layers / sizeof *layers; i++)
-        for (int kind = 0; kind < 4; kind++) matmul_case(layers[i][0], layers[i][1], layers[i][2], kind & 1, kind >> 1);
+        for (int kind = 0; kind < 6; kind++) matmul_case(layers[i][0], layers[i][1], layers[i][2], kind % 3, kind / 3);
     for (size_t i = 0; i < sizeof products / sizeof *products; i++)
         for (int kind = 0; kind < 16; kind++)
             for (int64_t gap = 0; gap < 6; gap += 5)
