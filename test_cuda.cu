@@ -17,6 +17,7 @@
 #include "dev/cuda_tests/codec.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
+#include "dev/cuda_tests/klt.h"
 #include "dev/cuda_tests/linalg.h"
 #include "dev/cuda_tests/mask.h"
 #include "dev/cuda_tests/matmul.h"
@@ -40,6 +41,7 @@ static const struct {
     {"codec", test_cuda_codec},
     {"cross_entropy", test_cuda_cross_entropy},
     {"embedding", test_cuda_embedding},
+    {"klt", test_cuda_klt},
     {"linalg", test_cuda_linalg},
     {"mask", test_cuda_mask},
     {"matmul", test_cuda_matmul},

@@ -19,7 +19,8 @@ typedef enum {
     RAND_TEST = 4,
     RAND_MASK = 5,
     RAND_SVD = 6,
-    RAND_POWERSGD = 7
+    RAND_POWERSGD = 7,
+    RAND_KLT = 12
 } RandStream;
 
 typedef struct {
