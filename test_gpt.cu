@@ -4492,7 +4492,7 @@ static void test_mask_gradient(void) {
     for (int mode = MASK_SCALE_NONE; mode <= MASK_SCALE_INVERSE; mode++) {
         Stream *stream = test_stream(PRECISION_FP32, 2);
         Codec codec;
-        CodecContext context = {1, 2, 3, 4, 1};
+        CodecContext context = codec_context(1, 2, 3, 4, 1);
         codec_init(&codec, H, 0.8f, (MaskScale)mode, WIRE_FP32, 9);
         int K = mask_kept(0.8f, H);
         static const double scales[] = {1.0, 2.23606797749979, 5.0}; // H/K is 70/14
@@ -4500,8 +4500,8 @@ static void test_mask_gradient(void) {
         uint32_t index[N * H];
         float *x = random_values(N * H, 53, 1.0f), *dout = random_values(N * H, 54, 1.0f), *dx = guarded(N * H);
         float *expected = guarded(N * H), message[N * H];
-        int64_t n_bytes = codec_encode(&codec, &context, dout, N, H, message, sizeof message, stream);
-        check(codec_decode(&codec, &context, message, n_bytes, dx, N, H, stream) == 0, "%s", error_message);
+        int64_t n_bytes = codec_encode(&codec, NULL, &context, dout, N, H, message, sizeof message, stream);
+        check(codec_decode(&codec, NULL, &context, message, n_bytes, dx, N, H, stream) == 0, "%s", error_message);
         for (int i = 0; i < N * H; i++) dx[i] *= 1.0f - tanhf(x[i]) * tanhf(x[i]);
         MaskKey key = {9, 2, 1, 4, 3};
         mask_indices(index, key, N, H, K, stream);
@@ -4522,7 +4522,7 @@ static void test_mask_gradient(void) {
 static void codec_case(Wire wire, float rate, int masked, int n, int H) {
     Stream *stream = test_stream(PRECISION_FP32, 2), *single = test_stream(PRECISION_FP32, 1);
     Codec codec;
-    CodecContext context = {3, 1, 2, 1ll << 33, masked};
+    CodecContext context = codec_context(3, 1, 2, 1ll << 33, masked);
     codec_init(&codec, H, rate, MASK_SCALE_SQRT, wire, 11);
     int K = masked ? mask_kept(rate, H) : H, n_x = n * H, size = wire == WIRE_FP32 ? 4 : 2;
     int64_t n_bytes = (int64_t)n * K * size;
@@ -4544,28 +4544,29 @@ static void codec_case(Wire wire, float rate, int masked, int n, int H) {
     check(codec_bytes(&codec, &context, n, H) == n_bytes, "size %lld, %lld expected",
           (long long)codec_bytes(&codec, &context, n, H), (long long)n_bytes);
     memset(message, 0xA5, (size_t)n_bytes);
-    check_error(codec_encode(&codec, &context, x, n, H, message, n_bytes - 1, stream) < 0, "the buffer",
+    check_error(codec_encode(&codec, NULL, &context, x, n, H, message, n_bytes - 1, stream) < 0, "the buffer",
                 "a small buffer");
     int untouched = 1;
     for (int64_t i = 0; i < n_bytes; i++) untouched = untouched && message[i] == 0xA5;
     check(untouched, "a refused message was written");
-    check(codec_encode(&codec, &context, x, n, H, message, n_bytes, stream) == n_bytes, "bytes used");
-    check(codec_encode(&codec, &context, x, n, H, longer, n_bytes, single) == n_bytes &&
+    check(codec_encode(&codec, NULL, &context, x, n, H, message, n_bytes, stream) == n_bytes, "bytes used");
+    check(codec_encode(&codec, NULL, &context, x, n, H, longer, n_bytes, single) == n_bytes &&
               memcmp(longer, message, (size_t)n_bytes) == 0,
           "the message depends on threads or the address");
     for (int64_t wrong = 0; wrong <= n_bytes + 1; wrong += wrong + 3 < n_bytes ? wrong + 3 : 1) {
         if (wrong == n_bytes) continue;
         unsigned char *bytes = (unsigned char *)calloc((size_t)wrong + 1, 1);
-        check_error(codec_decode(&codec, &context, bytes, wrong, out, n, H, stream), "a message of", "a wrong length");
+        check_error(codec_decode(&codec, NULL, &context, bytes, wrong, out, n, H, stream), "a message of",
+                    "a wrong length");
         free(bytes);
     }
     untouched = 1;
     for (int i = 0; i < n_x; i++) untouched = untouched && isnan(out[i]);
     check(untouched, "a refused message was decoded");
-    check(codec_decode(&codec, &context, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
+    check(codec_decode(&codec, NULL, &context, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
     check(memcmp(out, expected, sizeof(float) * (size_t)n_x) == 0, "wire %d, rate %g, masked %d, n %d, H %d: x differs",
           (int)wire, (double)rate, masked, n, H);
-    check(codec_decode(&codec, &context, longer, n_bytes, again, n, H, single) == 0, "%s", error_message);
+    check(codec_decode(&codec, NULL, &context, longer, n_bytes, again, n, H, single) == 0, "%s", error_message);
     check(memcmp(again, out, sizeof(float) * (size_t)n_x) == 0, "x depends on threads or the address");
     release(out, n_x, "decode");
     release(again, n_x, "decode");
@@ -4589,16 +4590,420 @@ static void test_codec(void) {
     Codec codec;
     float x[8] = {0}, message[8];
     codec_init(&codec, 8, 0.5f, MASK_SCALE_NONE, WIRE_FP32, 1);
-    static const CodecContext beyond[] = {
-        {4096, 0, 0, 0, 1}, {0, 4096, 0, 0, 1}, {0, 0, 4096, 0, 1}, {0, 0, 0, 1ll << 36, 1}, {0, 0, 0, -1, 1}};
+    const CodecContext beyond[] = {codec_context(4096, 0, 0, 0, 1), codec_context(0, 4096, 0, 0, 1),
+                                   codec_context(0, 0, 4096, 0, 1), codec_context(0, 0, 0, 1ll << 36, 1),
+                                   codec_context(0, 0, 0, -1, 1)};
     for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++) {
-        check_error(codec_encode(&codec, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0, "mask: ", "encode");
-        check_error(codec_decode(&codec, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
+        check_error(codec_encode(&codec, NULL, &beyond[i], x, 1, 8, message, sizeof message, stream) < 0,
+                    "mask: ", "encode");
+        check_error(codec_decode(&codec, NULL, &beyond[i], message, 16, x, 1, 8, stream), "mask: ", "decode");
     }
-    CodecContext whole = {4096, 0, 5000, 0, 0}; // nothing is masked, so nothing names a mask
-    check(codec_encode(&codec, &whole, x, 1, 8, message, sizeof message, stream) == codec_bytes(&codec, &whole, 1, 8),
+    CodecContext whole = codec_context(4096, 0, 5000, 0, 0); // nothing is masked, so nothing names a mask
+    check(codec_encode(&codec, NULL, &whole, x, 1, 8, message, sizeof message, stream) ==
+              codec_bytes(&codec, &whole, 1, 8),
           "a dense message asks for a mask's key");
     stream_destroy(stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The other codecs
+
+// A boundary of one replica: its two ends, and messages of n rows of H values in sequences of T.
+typedef struct {
+    Codec codec;
+    CodecEnd before, behind;
+    CodecContext context;
+    int n, H;
+    int64_t samples[8];
+    Stream *stream;
+} Wired;
+
+static void wired_open(Wired *w, CodecKind kind, float rate, Wire wire, int n, int H, int T) {
+    CodecShape shape = {H, n, T, 3, 10};
+    memset(w, 0, sizeof *w);
+    w->n = n, w->H = H, w->stream = test_stream(PRECISION_FP32, 2);
+    codec_init(&w->codec, H, rate, MASK_SCALE_NONE, wire, 21);
+    w->codec.kind = kind;
+    check(codec_check(&w->codec, H) == 0, "%s", error_message);
+    check(codec_end_init(&w->before, &w->codec, shape) == 0 && codec_end_init(&w->behind, &w->codec, shape) == 0, "%s",
+          error_message);
+    w->context = codec_context(1, 0, 2, 5, 1);
+    w->context.training = 1, w->context.T = T, w->context.samples = w->samples;
+    for (int s = 0; s < n / T; s++) w->samples[s] = 9 - s;
+}
+
+static void wired_close(Wired *w) {
+    codec_end_free(&w->before);
+    codec_end_free(&w->behind);
+    stream_destroy(w->stream);
+}
+
+// Sends x (n, H) over the boundary; what arrives, which the caller releases, and the bytes. Exact memory for ASan.
+static float *wired_send(Wired *w, CodecDirection direction, const float *x, int64_t *n_bytes) {
+    int forward = direction == CODEC_FORWARD;
+    int64_t cap = codec_cap(&w->codec, w->n, w->H);
+    unsigned char *message = (unsigned char *)malloc((size_t)cap + 1), *exact;
+    float *out = guarded(w->n * w->H);
+    w->context.direction = direction;
+    *n_bytes = codec_encode(&w->codec, forward ? &w->before : &w->behind, &w->context, x, w->n, w->H, message + 1, cap,
+                            w->stream);
+    if (!check(*n_bytes >= 0, "%s: encode: %s", codec_name(w->codec.kind), error_message)) exit(1);
+    exact = (unsigned char *)malloc((size_t)*n_bytes);
+    memcpy(exact, message + 1, (size_t)*n_bytes);
+    check(codec_decode(&w->codec, forward ? &w->behind : &w->before, &w->context, exact, *n_bytes, out, w->n, w->H,
+                       w->stream) == 0,
+          "%s: decode: %s", codec_name(w->codec.kind), error_message);
+    free(exact);
+    free(message);
+    return out;
+}
+
+// Values whose size differs from group to group, with outliers.
+static float *uneven_values(int64_t n, int H, uint32_t sub) {
+    float *x = random_values(n, sub, 1.0f);
+    for (int64_t i = 0; i < n; i++) x[i] *= (float)(1 << (i % H / 64 % 5)) * (i % 97 == 5 ? 20.0f : 1.0f);
+    return x;
+}
+
+// Quantized rows: no value is off by more than half a level of its group's largest, and the mean error is that of a
+// uniform one. Must fail for: a scale of the wrong group, floor for nearest, codes of the neighbour, one level too few.
+static void quant_case(CodecKind kind, CodecDirection direction, int bits, int n, int H) {
+    Wired w;
+    int64_t n_bytes, groups = (H + 63) / 64;
+    wired_open(&w, kind, 0.0f, WIRE_BF16, n, H, n);
+    float *x = uneven_values((int64_t)n * H, H, 61), *out = wired_send(&w, direction, x, &n_bytes);
+    double levels = bits >= 4 ? (1 << bits) - 2 : 1 << bits, worst = 0.0, squares = 0.0; // steps from -max to max
+    check(n_bytes == n * (2 * groups + (H * bits + 7) / 8), "%s: %lld bytes", codec_name(kind), (long long)n_bytes);
+    for (int token = 0; token < n; token++) {
+        for (int g = 0; g < groups; g++) {
+            int first = token * H + 64 * g, size = H - 64 * g < 64 ? H - 64 * g : 64;
+            double largest = 0.0;
+            for (int i = first; i < first + size; i++) largest = fmax(largest, fabs((double)x[i]));
+            for (int i = first; i < first + size; i++) {
+                double error = fabs((double)out[i] - (double)x[i]) * levels / largest; // in half steps
+                if (!(error <= worst)) worst = error;
+                squares += error * error / ((double)n * H);
+            }
+        }
+    }
+    check(worst <= 1.0 + levels * 0x1p-8, "%s: off by %g half levels", codec_name(kind), worst);
+    check(sqrt(squares) < 0.72, "%s, H %d: errors of %g half levels", codec_name(kind), H,
+          sqrt(squares)); // uniform: .58
+    free(x);
+    release(out, n * H, "out");
+    wired_close(&w);
+}
+
+// What is not finite is so on arrival, and only its group; zeros stay zeros.
+static void quant_odd_values(CodecKind kind) {
+    enum { H = 192 };
+    Wired w;
+    int64_t n_bytes;
+    float x[H];
+    for (int odd = 0; odd < 3; odd++) {
+        for (int i = 0; i < H; i++) x[i] = i < 64 ? 0.0f : 1.0f;
+        x[70] = odd == 0 ? NAN : odd == 1 ? INFINITY : 1e-42f;
+        wired_open(&w, kind, 0.0f, WIRE_BF16, 1, H, 1);
+        for (int direction = 0; direction < 2; direction++) {
+            w.context.training = 0; // aqsgd: plain
+            float *out = wired_send(&w, (CodecDirection)direction, x, &n_bytes);
+            check(isfinite(out[70]) == (odd == 2), "%s: %g became %g", codec_name(kind), (double)x[70],
+                  (double)out[70]);
+            for (int i = 0; i < 64; i++) check(out[i] == 0.0f, "%s: 0 became %g", codec_name(kind), (double)out[i]);
+            check(fabsf(out[191] - 1.0f) <= 0.3f, "%s: 1 became %g", codec_name(kind), (double)out[191]);
+            release(out, H, "out");
+        }
+        wired_close(&w);
+    }
+}
+
+static double squared_error(const float *a, const float *b, int n) {
+    double sum = 0.0;
+    for (int i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+    return sum;
+}
+
+// tahquant: bits go where they are needed, and rotated groups bear an outlier better; both against the plain rows.
+// Must fail for: bits by scale^2, a rotation left out on one side, a scale of 1/64.
+static void test_codec_tahquant(void) {
+    enum { N = 5, H = 300 };
+    Wired tah, plain;
+    int64_t n_bytes, plain_bytes;
+    wired_open(&tah, CODEC_TAHQUANT, 0.0f, WIRE_BF16, N, H, N);
+    wired_open(&plain, CODEC_AQSGD, 0.0f, WIRE_BF16, N, H, N);
+    float *x = random_values(N * H, 62, 1.0f), *zeros = (float *)calloc(N * H, sizeof(float));
+    for (int i = 0; i < N * H; i++) x[i] *= i % H < 64 ? 8.0f : i % H < 128 ? 0.1f : 1.0f;
+    release(wired_send(&plain, CODEC_FORWARD, zeros, &plain_bytes), N * H,
+            "out"); // what follows are differences from 0
+    float *out = wired_send(&tah, CODEC_FORWARD, x, &n_bytes),
+          *other = wired_send(&plain, CODEC_FORWARD, x, &plain_bytes);
+    check(n_bytes == plain_bytes && n_bytes == N * (2 * 5 + 75), "%lld and %lld bytes", (long long)n_bytes,
+          (long long)plain_bytes);
+    double error = squared_error(out, x, N * H), plain_error = squared_error(other, x, N * H);
+    check(error < 0.4 * plain_error, "adaptive bits: %g, plain %g", error, plain_error);
+    for (int token = 0; token < N; token++) { // by hand: 4 full groups, 8 bits
+        float step = 0.0f;
+        for (int i = 0; i < 64; i++) step = fmaxf(step, fabsf(out[token * H + i] - x[token * H + i]));
+        check(step < 3.0f, "a group of size 8 has an error of %g", (double)step); // 16 levels of 20: at most 1.5
+        int nonzero = 0;
+        for (int i = 64; i < 128; i++) nonzero += out[token * H + i] != 0.0f;
+        check(nonzero == 0, "a group of size 0.1 took bits");
+    }
+    release(out, N * H, "out");
+    release(other, N * H, "out");
+    for (int i = 0; i < N * H; i++) x[i] = i % 64 == 11 ? 1000.0f : x[i] / (i % H < 64 ? 8.0f : 1.0f);
+    out = wired_send(&tah, CODEC_BACKWARD, x, &n_bytes), other = wired_send(&plain, CODEC_BACKWARD, x, &plain_bytes);
+    check(n_bytes == plain_bytes && n_bytes == N * (2 * 5 + 300), "backward: %lld bytes", (long long)n_bytes);
+    error = plain_error = 0.0;
+    for (int token = 0; token < N; token++) {
+        error += squared_error(out + token * H, x + token * H, 256);
+        plain_error += squared_error(other + token * H, x + token * H, 256);
+    }
+    check(error < 0.2 * plain_error, "rotated: %g, plain %g", error, plain_error);
+    free(x);
+    free(zeros);
+    release(out, N * H, "out");
+    release(other, N * H, "out");
+    wired_close(&tah);
+    wired_close(&plain);
+}
+
+static void test_codec_quant(void) {
+    static const struct { int n, H; } sizes[] = {{1, 1}, {3, 5}, {7, 64}, {4, 129}, {2, 776}};
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (int direction = 0; direction < 2; direction++) {
+            quant_case(CODEC_QUANT8, (CodecDirection)direction, 8, sizes[s].n, sizes[s].H);
+            quant_case(CODEC_QUANT4, (CodecDirection)direction, 4, sizes[s].n, sizes[s].H);
+        }
+    quant_case(CODEC_AQSGD, CODEC_BACKWARD, 8, 4, 129);
+    static const CodecKind kinds[] = {CODEC_QUANT8, CODEC_QUANT4, CODEC_AQSGD, CODEC_TAHQUANT};
+    for (int k = 0; k < 4; k++) quant_odd_values(kinds[k]);
+}
+
+// topk: as many as the budget holds, the largest, the first of equal ones; the gradient comes back on the same places,
+// for each of several micro-batches in flight. Must fail for: a set of another micro-batch, indices not counted, signs.
+static void topk_case(float rate, Wire wire, int n, int H) {
+    Wired w;
+    int64_t n_bytes, size = wire == WIRE_FP32 ? 4 : 2,
+                     budget = (int64_t)floor((1.0 - (double)rate) * (double)(size * H) + 1e-3);
+    int bits = (int)fmax(1.0, ceil(log2(H))), K = 0, elements = n * H;
+    while (K < H && (K + 1) * size + ((K + 1) * bits + 7) / 8 <= budget) K++;
+    wired_open(&w, CODEC_TOPK, rate, wire, n, H, n);
+    float *out[3], *x[3], *grad = random_values(elements, 65, 1.0f);
+    for (int m = 0; m < 3; m++) {
+        w.context.micro_batch = m + 6;
+        x[m] = random_values(elements, 66 + (uint32_t)m, 1.0f);
+        for (int i = 0; i < elements; i += 3) x[m][i] = 0.5f; // many are equal
+        out[m] = wired_send(&w, CODEC_FORWARD, x[m], &n_bytes);
+        check(n_bytes == n * (K * size + (K * bits + 7) / 8), "topk: %lld bytes for K %d", (long long)n_bytes, K);
+    }
+    for (int m = 0; m < 3; m++) {
+        w.context.micro_batch = m + 6;
+        float *back = wired_send(&w, CODEC_BACKWARD, grad, &n_bytes);
+        check(n_bytes == n * K * size, "topk: %lld bytes back", (long long)n_bytes);
+        for (int token = 0; token < n; token++) {
+            int kept = 0, right = 1;
+            for (int h = 0; h < H; h++) {
+                int i = token * H + h, larger_ones = 0;
+                for (int j = 0; j < H; j++) {
+                    float a = fabsf(x[m][token * H + j]), b = fabsf(x[m][i]);
+                    larger_ones += a > b || (a == b && j < h);
+                }
+                float sent = wire == WIRE_FP32 ? x[m][i] : float_of_bf16(bf16_of_float(x[m][i]));
+                float gradient = wire == WIRE_FP32 ? grad[i] : float_of_bf16(bf16_of_float(grad[i]));
+                right = right && out[m][i] == (larger_ones < K ? sent : 0.0f);
+                right = right && back[i] == (larger_ones < K ? gradient : 0.0f);
+                kept += back[i] != 0.0f;
+            }
+            check(right && kept == K, "topk: rate %g, H %d: %d of %d values, or others", (double)rate, H, kept, K);
+        }
+        release(back, elements, "back");
+        release(out[m], elements, "out");
+        free(x[m]);
+    }
+    free(grad);
+    wired_close(&w);
+}
+
+static void test_codec_topk(void) {
+    static const float rates[] = {0.1f, 0.5f, 0.8f, 0.9f, 0.95f};
+    for (int r = 0; r < 5; r++)
+        for (int wire = 0; wire < 2; wire++) {
+            topk_case(rates[r], (Wire)wire, 3, 70);
+            topk_case(rates[r], (Wire)wire, 2, 768);
+        }
+    Wired w;
+    int64_t n_bytes;
+    unsigned char bad[64];
+    float x[64], out[64];
+    for (int i = 0; i < 64; i++) x[i] = (float)i;
+    wired_open(&w, CODEC_TOPK, 0.8f, WIRE_BF16, 1, 64, 1);
+    int set = 2 * codec_topk_kept(&w.codec, 64);
+    n_bytes = codec_encode(&w.codec, &w.before, &w.context, x, 1, 64, bad, sizeof bad, w.stream);
+    memset(bad + set, 0, (size_t)(n_bytes - set)); // index 0 again and again
+    out[0] = NAN;
+    check_error(codec_decode(&w.codec, &w.behind, &w.context, bad, n_bytes, out, 1, 64, w.stream),
+                "topk: token 0: index 1", "equal indices");
+    check(isnan(out[0]), "a refused message was decoded");
+    w.context.direction = CODEC_BACKWARD;
+    check_error(codec_encode(&w.codec, &w.behind, &w.context, x, 1, 64, bad, sizeof bad, w.stream) < 0,
+                "whose forward had 0", "a gradient without its forward");
+    wired_close(&w);
+}
+
+// bottleneck: an orthogonal projection, against double; what it does is symmetric, so it is its own backward.
+static void test_codec_bottleneck(void) {
+    enum { N = 20, H = 70 };
+    for (int wire = 0; wire < 2; wire++) {
+        Wired w;
+        int64_t n_bytes;
+        int K = mask_kept(0.8f, H);
+        wired_open(&w, CODEC_BOTTLENECK, 0.8f, (Wire)wire, N, H, N);
+        float *x = random_values(N * H, 71, 1.0f), *y = random_values(N * H, 72, 1.0f), *expected = guarded(N * H);
+        const float *P = w.before.basis;
+        double worst = 0.0, xy = 0.0, yx = 0.0;
+        for (int a = 0; a < K; a++)
+            for (int b = 0; b < K; b++) {
+                double dot = 0.0;
+                for (int h = 0; h < H; h++) dot += (double)P[a * H + h] * (double)P[b * H + h];
+                worst = fmax(worst, fabs(dot - (a == b)));
+            }
+        check(worst < 1e-6, "P P^T is off by %g", worst);
+        check(memcmp(w.before.basis, w.behind.basis, sizeof(float) * (size_t)(K * H)) == 0, "the ends' bases differ");
+        for (int i = 0; i < N * H; i++) {
+            double sum = 0.0;
+            for (int k = 0; k < K; k++) {
+                double dot = 0.0;
+                for (int h = 0; h < H; h++) dot += (double)P[k * H + h] * (double)x[i / H * H + h];
+                sum += dot * (double)P[k * H + i % H];
+            }
+            expected[i] = (float)sum;
+        }
+        float *out = wired_send(&w, CODEC_FORWARD, x, &n_bytes), *back = wired_send(&w, CODEC_BACKWARD, y, &n_bytes);
+        check(n_bytes == N * K * (wire ? 4 : 2), "bottleneck: %lld bytes", (long long)n_bytes);
+        check_close(out, expected, N * H, wire ? 1e-5 : 4e-3, "projected");
+        for (int i = 0; i < N * H; i++) xy += (double)out[i] * (double)y[i], yx += (double)back[i] * (double)x[i];
+        check(fabs(xy - yx) < (wire ? 1e-4 : 0.5), "<Cx, y> %g, <x, Cy> %g", xy, yx);
+        release(out, N * H, "out");
+        release(back, N * H, "back");
+        release(expected, N * H, "expected");
+        free(x);
+        free(y);
+        wired_close(&w);
+    }
+}
+
+// aqsgd: plain at the first visit; then both ends' caches are equal and follow the activation, which differences of 2
+// bits bring to bf16's own precision. Must fail for: a cache of x instead of what was sent, windows mixed up.
+static void test_codec_aqsgd(void) {
+    enum { T = 4, S = 3, N = T * S, H = 100 };
+    Wired w;
+    int64_t n_bytes;
+    wired_open(&w, CODEC_AQSGD, 0.0f, WIRE_BF16, N, H, T);
+    float *x = random_values(N * H, 75, 1.0f), *moved = random_values(N * H, 76, 0.1f), *out = NULL;
+    w.samples[0] = 4, w.samples[1] = 7, w.samples[2] = 4; // one twice
+    out = wired_send(&w, CODEC_FORWARD, x, &n_bytes);
+    check(n_bytes == 2 * T * H * 2 + T * (2 * 2 + 25), "first visits: %lld bytes", (long long)n_bytes);
+    for (int i = 0; i < 2 * T * H; i++)
+        if (out[i] != float_of_bf16(bf16_of_float(x[i]))) check(0, "a first visit is not plain at %d", i);
+    release(out, N * H, "out");
+    w.samples[2] = 2;
+    release(wired_send(&w, CODEC_FORWARD, x, &n_bytes), N * H, "out");
+    for (int i = 0; i < N * H; i++) x[i] += moved[i];
+    for (int visit = 0; visit < 6; visit++) {
+        w.context.step++;
+        out = wired_send(&w, CODEC_FORWARD, x, &n_bytes);
+        check(n_bytes == N * (2 * 2 + 25), "later visits: %lld bytes", (long long)n_bytes);
+        double error = relative_error(out, x, N * H);
+        check(error < (visit == 0 ? 0.1 : visit < 5 ? 0.05 : 3e-3), "visit %d: %g", visit, error);
+        release(out, N * H, "out");
+    }
+    check(memcmp(w.before.cache, w.behind.cache, 2 * 10 * T * H) == 0, "the ends' caches differ");
+    uint16_t *kept = (uint16_t *)malloc(2 * 10 * T * H);
+    memcpy(kept, w.before.cache, 2 * 10 * T * H);
+    w.context.training = 0, w.context.samples = NULL;
+    release(wired_send(&w, CODEC_FORWARD, moved, &n_bytes), N * H, "out");
+    check(n_bytes == 2 * N * H && memcmp(kept, w.before.cache, 2 * 10 * T * H) == 0, "an evaluation is remembered");
+    w.context.training = 1, w.context.samples = w.samples;
+    w.samples[1] = 10;
+    unsigned char message[2 * N * H];
+    w.context.direction = CODEC_FORWARD;
+    check_error(codec_encode(&w.codec, &w.before, &w.context, x, N, H, message, sizeof message, w.stream) < 0,
+                "aqsgd: window 10", "a window beyond the data");
+    check_error(codec_decode(&w.codec, &w.behind, &w.context, message, 100, x, N, H, w.stream), "aqsgd: window 10",
+                "a window beyond the data");
+    free(kept);
+    free(x);
+    free(moved);
+    wired_close(&w);
+}
+
+// Hostile bytes: wrong lengths are refused and touch nothing; random bytes of the right length are taken or refused,
+// and nothing is read or written beyond (exact memory, for ASan). The message depends on neither threads nor address.
+static void hostile_case(CodecKind kind, CodecDirection direction, int n, int H) {
+    Wired w, single;
+    int64_t n_bytes;
+    int T = n % 2 == 0 ? n / 2 : n, forward = direction == CODEC_FORWARD;
+    wired_open(&w, kind, kind == CODEC_TOPK || kind == CODEC_BOTTLENECK ? 0.7f : 0.0f, WIRE_BF16, n, H, T);
+    wired_open(&single, kind, w.codec.mask_rate, WIRE_BF16, n, H, T);
+    stream_destroy(single.stream);
+    single.stream = test_stream(PRECISION_FP32, 1);
+    float *x = uneven_values((int64_t)n * H, H, 81), *out;
+    for (int visit = 0; visit < 2; visit++) { // topk: a set to go back on; aqsgd: caches
+        release(wired_send(&w, CODEC_FORWARD, x, &n_bytes), n * H, "out");
+        release(wired_send(&single, CODEC_FORWARD, x, &n_bytes), n * H, "out");
+    }
+    int64_t cap = codec_cap(&w.codec, n, H);
+    unsigned char *message = (unsigned char *)malloc((size_t)cap), *other = (unsigned char *)malloc((size_t)cap + 3);
+    CodecEnd *from = forward ? &w.before : &w.behind, *to = forward ? &w.behind : &w.before;
+    w.context.direction = single.context.direction = direction;
+    memset(message, 0xA5, (size_t)cap);
+    check_error(codec_encode(&w.codec, from, &w.context, x, n, H, message, n_bytes / 4, w.stream) < 0, "the buffer",
+                "a small buffer");
+    int untouched = 1;
+    for (int64_t i = 0; i < cap; i++) untouched = untouched && message[i] == 0xA5;
+    n_bytes = codec_encode(&w.codec, from, &w.context, x, n, H, message, cap, w.stream);
+    int64_t again = codec_encode(&single.codec, forward ? &single.before : &single.behind, &single.context, x, n, H,
+                                 other + 3, cap, single.stream);
+    check(n_bytes > 0 && n_bytes <= cap && again == n_bytes && memcmp(message, other + 3, (size_t)n_bytes) == 0,
+          "%s: the message depends on threads or the address", codec_name(kind));
+    out = guarded(n * H);
+    for (int64_t wrong = 0; wrong <= n_bytes + 1; wrong += wrong + 3 < n_bytes ? wrong + 3 : 1) {
+        if (wrong == n_bytes) continue;
+        unsigned char *bytes = (unsigned char *)calloc((size_t)wrong + 1, 1);
+        check_error(codec_decode(&w.codec, to, &w.context, bytes, wrong, out, n, H, w.stream), "a message of",
+                    codec_name(kind));
+        free(bytes);
+    }
+    for (int i = 0; i < n * H; i++) untouched = untouched && isnan(out[i]);
+    check(untouched, "%s: a refused message was written or decoded", codec_name(kind));
+    int taken = 0;
+    unsigned char *bytes = (unsigned char *)malloc((size_t)n_bytes);
+    for (uint64_t round = 0; round < 40; round++) {
+        memcpy(bytes, message, (size_t)n_bytes);
+        for (int64_t i = 0; i < n_bytes; i++) {
+            uint32_t word = rand_block(7, RAND_TEST, (uint32_t)kind, round << 32 | (uint64_t)i).v[0];
+            if (round < 20 || word % 64 == 0) bytes[i] = (unsigned char)(word >> 8);
+        }
+        taken += codec_decode(&w.codec, to, &w.context, bytes, n_bytes, out, n, H, w.stream) == 0;
+    }
+    check(taken == 40 || (kind == CODEC_TOPK && forward), "%s: %d of 40 taken", codec_name(kind), taken);
+    free(bytes);
+    free(message);
+    free(other);
+    free(x);
+    release(out, n * H, "out");
+    wired_close(&w);
+    wired_close(&single);
+}
+
+static void test_codec_hostile(void) {
+    for (int kind = CODEC_QUANT8; kind < CODEC_KINDS; kind++)
+        for (int direction = 0; direction < 2; direction++) {
+            hostile_case((CodecKind)kind, (CodecDirection)direction, 1, 16);
+            hostile_case((CodecKind)kind, (CodecDirection)direction, 6, 129);
+            hostile_case((CodecKind)kind, (CodecDirection)direction, 3, 192);
+        }
 }
 
 #endif // masks and codecs of the CPU
@@ -4693,16 +5098,16 @@ static void test_clock(void) {
 static void test_mesh_defaults(void) {
     write_corpus();
     check_run(0, NULL, DEEP "-p 0.95 --dry-run",
-              "mesh: 1 fast replica of 4 stages, 1 of 24 values a boundary and token (bf16)");
+              "mesh: 1 fast replica of 4 stages, codec mask: 1 of 24 values a boundary and token (bf16)");
     check(strstr(run_output, "anchor: rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
           run_output);
     check_run(0, NULL, SMALL "-p 0.95 --dry-run", "mesh: 1 fast replica of 2 stages");
     check_run(0, NULL, SMALL "-p 0 --dry-run", "run:");
     check(strstr(run_output, "mesh:") == NULL, "-p 0 alone makes a mesh:\n%s", run_output);
-    check_run(0, NULL, DEEP "-p 0.9 -x 4 --dry-run", "mesh: 3 fast replicas of 4 stages, 2 of 24");
+    check_run(0, NULL, DEEP "-p 0.9 -x 4 --dry-run", "mesh: 3 fast replicas of 4 stages, codec mask: 2 of 24");
     check_run(0, NULL, DEEP "-p 0.9 -x 4 --anchor 0 --dry-run", "mesh: 4 fast replicas of 4 stages");
     check_run(0, NULL, "--init llama-3.2-1b -p 0.95 -x 8 -b 32 -t 2048 --micro-batch 1 --dry-run", "M95+AP");
-    check(strstr(run_output, "7 fast replicas of 4 stages, 102 of 2048 values") != NULL &&
+    check(strstr(run_output, "7 fast replicas of 4 stages, codec mask: 102 of 2048 values") != NULL &&
               strstr(run_output, "anchor: rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
           "%s", run_output);
     check_run(1, NULL, "--init llama-3.2-1b -d @/corpus.jsonl -p 0.95 -x 8", "tokenizer");
@@ -4762,6 +5167,54 @@ static void check_close_models(const char *a, const char *b, double tol) {
     safetensors_close(&y);
 }
 #endif
+
+// Whole runs with every codec: bytes as its formula says, a finite loss, and resumed the same bits. The data are seen
+// more than once, so that aqsgd's caches are at work on both sides of the stop.
+static void test_codec_runs(void) {
+    static const struct {
+        const char *words, *says, *bytes;
+    } cases[] = {{"--codec none -x 2 -y 2", "codec none: 32 bytes forward, 32 backward", "16.0         16.0"},
+                 {"--codec quant8", "codec quant8: 18 bytes forward, 18 backward", "9.0          9.0"},
+                 {"--codec quant4", "codec quant4: 10 bytes forward, 10 backward", "5.0          5.0"},
+                 {"--codec topk -p 0.7", "codec topk: 8 bytes forward, 6 backward", "4.0          3.0"},
+                 {"--codec bottleneck -p 0.8", "codec bottleneck: 6 bytes forward, 6 backward", "3.0          3.0"},
+                 {"--codec aqsgd", "codec aqsgd: 6 bytes forward, 18 backward", "9.0"},
+                 {"--codec tahquant", "codec tahquant: 6 bytes forward, 18 backward", "3.0          9.0"}};
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    char command[1024], a[64], b[64], text[64];
+    write_corpus();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        snprintf(
+            command, sizeof command,
+            "--init d=16,layers=2,heads=2,kv=1,ffn=24,vocab=258,ctx=32 -d @/corpus.jsonl -b 32 --micro-batch 3 -t 32 "
+            "-n 8 --val-tokens 64 --val-every 100 -y 2 --threads 2 --probe 5 %s -o @/c%zu",
+            cases[i].words, i);
+        check_run(0, NULL, command, cases[i].says);
+        snprintf(text, sizeof text, " %s", cases[i].bytes);
+        check(strstr(run_output, "done: 8 steps") != NULL && strstr(run_output, text) != NULL, "%s:\n%s",
+              cases[i].words, run_output);
+        strcat(command, "b --stop-after 5");
+        check_run(0, NULL, command, "stopped after step 5");
+        snprintf(command, sizeof command, "-o @/c%zub --resume", i);
+        check_run(0, NULL, command, "done: 8 steps");
+        for (int f = 0; f < 2; f++) {
+            snprintf(a, sizeof a, "c%zu/latest/%s", i, files[f]);
+            snprintf(b, sizeof b, "c%zub/latest/%s", i, files[f]);
+            check(same_file(a, b), "%s: resumed, %s differs", cases[i].words, files[f]);
+        }
+        snprintf(
+            command, sizeof command,
+            "-m @/c%zu/latest/model.bin --eval --eval-masked --val-data @/corpus.jsonl --val-tokens 64 -t 32 -y 2 %s",
+            i, i == 0 ? "--codec quant8" : cases[i].words);
+        check_run(0, NULL, command, "validation loss");
+    }
+    check_run(1, NULL, SMALL "--codec topk -y 2 --dry-run", "--codec topk sends what -p leaves; give -p");
+    check_run(1, NULL, SMALL "--codec topk -p 0.99 -y 2 --dry-run", "too few for one and its index");
+    check_run(1, NULL, SMALL "--codec quant4 -p 0.9 -y 2 --dry-run", "leave out -p, or choose another codec");
+    check_run(1, NULL, SMALL "--codec none -p 0.9 -y 2 --dry-run", "--codec none sends all there is");
+    check_run(1, NULL, SMALL "--codec quant4 -y 1", "there is one stage");
+    check_run(1, NULL, "-o @/c1 --resume --codec quant4", "--codec differs from the run's");
+}
 
 // A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
 static void test_device_mesh(void) {
@@ -4834,6 +5287,12 @@ static const struct {
     {"klt_messages", test_klt_messages},
     {"klt_predictor", test_klt_predictor},
     {"klt_eigenvectors", test_klt_eigenvectors},
+    {"codec_quant", test_codec_quant},
+    {"codec_tahquant", test_codec_tahquant},
+    {"codec_topk", test_codec_topk},
+    {"codec_bottleneck", test_codec_bottleneck},
+    {"codec_aqsgd", test_codec_aqsgd},
+    {"codec_hostile", test_codec_hostile},
     {"outer_steps", test_outer_steps},
     {"anchor_update", test_anchor_update},
     {"filtered_step", test_filtered_step},
@@ -4873,6 +5332,7 @@ static const struct {
     {"clock", test_clock},
     {"mesh_defaults", test_mesh_defaults},
     {"mesh_clock", test_mesh_clock},
+    {"codec_runs", test_codec_runs},
     {"anchor_threads", test_anchor_threads},
 };
 

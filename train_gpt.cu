@@ -100,13 +100,14 @@ typedef struct {
     int batch, micro_batch, seq, schedule_lr, precision, recompute, threads, keep, export_dtype, max_tokens;
     int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
-    int dp, local_steps, fragments, overlap, powersgd_rank, probe;
+    int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
 #define MESH_MAX_REPLICAS 256
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
+static const char codec_names[] = CODEC_NAMES;
 
 #define FIELD(name) OPTION_FIELD(Options, name)
 // clang-format off
@@ -143,12 +144,13 @@ static const Option option_table[] = {
 { "",   "gpus",          OPTION_TEXT,   FIELD(gpus),         "1",    0,     0,      NULL, "GPUs of this machine that share a cell's micro-batches: a number, or all" },
 { "",   "precision",     OPTION_CHOICE, FIELD(precision),    "auto", 0,     0,      "auto|bf16|fp32", "inputs of matrix products; auto = bf16 where the CPU has it" },
 { "",   "recompute",     OPTION_FLAG,   FIELD(recompute),    "0",    0,     1,      NULL, "recompute activations in backward: less memory, same bits" },
-{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's values that is not sent" },
-{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p is given, else 1" },
-{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p is given, else 1" },
+{ "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's bytes that is not sent" },
+{ "",   "codec",         OPTION_CHOICE, FIELD(codec),        "mask", 0,     0,      codec_names, "how boundary tensors travel" },
+{ "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p or a codec is given, else 1" },
+{ "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p or a codec is given, else 1" },
 { "",   "wire",          OPTION_CHOICE, FIELD(wire),         "bf16", 0,     0,      "bf16|fp32", "type of values between cells" },
 { "",   "mask-scale",    OPTION_CHOICE, FIELD(mask_scale),   "none", 0,     0,      "none|sqrt|inverse", "survivors of the mask times 1, sqrt(H/K) or H/K" },
-{ "",   "anchor",        OPTION_INT,    FIELD(anchor),       "-1",   -1,    1,      NULL, "the last replica is the anchor: 1 or 0; -1 = if -p is given and -x is 2 or more" },
+{ "",   "anchor",        OPTION_INT,    FIELD(anchor),       "-1",   -1,    1,      NULL, "the last replica is the anchor: 1 or 0; -1 = if boundaries are compressed and -x is 2 or more" },
 { "",   "anchor-delay",  OPTION_TEXT,   FIELD(anchor_delay), "20",   0,     0,      NULL, "fast steps from snapshot to factors, or auto: when they are ready" },
 { "",   "anchor-batch",  OPTION_INT,    FIELD(anchor_batch), "0",    0,     1e6,    NULL, "sequences of an anchor pass; 0 = -b" },
 { "",   "anchor-rank",   OPTION_INT,    FIELD(anchor_rank),  "-1",   -1,    1e6,    NULL, "rank of the factors; -1 = an eighth of the model's width, 0 = full" },
@@ -967,6 +969,7 @@ static void stage_begin(Stage *stage, Stream *stream) {
 typedef struct {
     uint32_t *tokens; // (b, T)
     int32_t *targets; // (b, T), -1 = not counted
+    int64_t *samples; // (b) which window of the training data
     int b, T;
     int64_t n_valid;
 } Batch;
@@ -975,13 +978,17 @@ static int batch_alloc(Batch *batch, int b, int T) {
     batch->b = b, batch->T = T, batch->n_valid = 0;
     batch->tokens = (uint32_t *)device_host_alloc(sizeof(uint32_t) * (size_t)b * (size_t)T);
     batch->targets = (int32_t *)device_host_alloc(sizeof(int32_t) * (size_t)b * (size_t)T);
-    return batch->tokens != NULL && batch->targets != NULL ? 0 : error_set("out of memory for a batch");
+    batch->samples = (int64_t *)calloc((size_t)b, sizeof(int64_t));
+    return batch->tokens != NULL && batch->targets != NULL && batch->samples != NULL
+               ? 0
+               : error_set("out of memory for a batch");
 }
 
 static void batch_free(Batch *batch) {
     device_host_free(batch->tokens);
     device_host_free(batch->targets);
-    batch->tokens = NULL, batch->targets = NULL;
+    free(batch->samples);
+    batch->tokens = NULL, batch->targets = NULL, batch->samples = NULL;
 }
 
 // Seconds spent in the parts of a step, for `make bench`; NULL elsewhere.
@@ -1203,6 +1210,7 @@ typedef struct {
     Link *forward, *backward; // (n_replicas, n_stages - 1)
     Link *meeting;            // (n_stages, n_replicas, n_replicas): from, to
     Codec codec;
+    CodecEnd *ends; // (n_replicas, n_stages - 1, 2): of each boundary the stage before it, the stage behind it
     LinkSpeed speed;
     double device_flops; // of a cell, 0: the time it takes here counts
     unsigned char *message;
@@ -1233,6 +1241,11 @@ static Link *mesh_meeting(const Mesh *mesh, int stage, int from, int to) {
     return &mesh->meeting[(stage * mesh->n_replicas + from) * mesh->n_replicas + to];
 }
 
+// behind: 0 for the end of the stage before the boundary, 1 for that of the stage behind it.
+static CodecEnd *mesh_end(const Mesh *mesh, int replica, int boundary, int behind) {
+    return &mesh->ends[2 * (replica * (mesh->n_stages - 1) + boundary) + behind];
+}
+
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
@@ -1249,6 +1262,8 @@ static void mesh_free(Mesh *mesh) {
         link_free(&mesh->backward[i]);
     }
     for (int i = 0; i < n_cells * mesh->n_replicas && mesh->meeting != NULL; i++) link_free(&mesh->meeting[i]);
+    for (int i = 0; i < 2 * n_links && mesh->ends != NULL; i++) codec_end_free(&mesh->ends[i]);
+    free(mesh->ends);
     free(mesh->cells);
     free(mesh->forward);
     free(mesh->backward);
@@ -1301,7 +1316,9 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
         if (cell->schedule == NULL) return error_set("out of memory for the schedule");
         schedule_1f1b(cell->schedule, cell->index, mesh->n_stages, n_micro);
     }
-    mesh->message_bytes = (int64_t)sizeof(float) * micro_batch * T * mesh->cells[0].stage.config.channels;
+    int C = mesh->cells[0].stage.config.channels;
+    mesh->message_bytes =
+        larger((int64_t)sizeof(float) * micro_batch * T * C, codec_cap(&mesh->codec, micro_batch * T, C));
     return 0;
 }
 
@@ -1332,6 +1349,20 @@ static int mesh_alloc(Mesh *mesh, Stream *stream) {
         if (stage_alloc(&mesh->cells[i].stage, stream)) return -1;
     mesh->message = (unsigned char *)device_host_alloc((size_t)mesh->message_bytes);
     return mesh->message != NULL ? mesh_alloc_gpus(mesh) : error_set("out of memory for messages");
+}
+
+// What the ends of all boundaries remember. n_samples: windows of the training data, 0 without training.
+static int mesh_alloc_ends(Mesh *mesh, int64_t n_samples) {
+    int n_ends = 2 * mesh->n_replicas * (mesh->n_stages - 1);
+    mesh->ends = (CodecEnd *)calloc((size_t)n_ends + 1, sizeof(CodecEnd));
+    if (mesh->ends == NULL) return error_set("out of memory for the codec");
+    for (int i = 0; i < n_ends; i++) {
+        const Stage *before = &mesh_cell(mesh, 0, i / 2 % (mesh->n_stages - 1))->stage;
+        int T = before->max_T, in_flight = before->slots * mesh->n_gpus;
+        CodecShape shape = {before->config.channels, before->max_B * T, T, in_flight, n_samples};
+        if (codec_end_init(&mesh->ends[i], &mesh->codec, shape)) return -1;
+    }
+    return 0;
 }
 
 // Simulated time of the mesh: its latest cell's.
@@ -1373,17 +1404,20 @@ static double stage_flops(const Stage *stage, double N, int T) {
     return (2.0 * matrices + 2.0 * T * (double)stage->A * stage->n_layers) * N;
 }
 
-static CodecContext boundary_context(const Pass *pass, int replica, int boundary, int micro) {
-    CodecContext context;
-    memset(&context, 0, sizeof context);
-    context.boundary = boundary, context.replica = replica, context.micro_batch = micro;
-    context.step = pass->step, context.masked = pass->masked;
+// The message of micro-batch `micro`, whose first sequence is number b of the batch.
+static CodecContext boundary_context(const Pass *pass, int replica, int boundary, int micro, int b,
+                                     CodecDirection direction) {
+    const Batch *batch = &pass->batches[replica];
+    CodecContext context = codec_context(boundary, replica, micro, pass->step, pass->masked);
+    context.direction = direction, context.training = pass->masked, context.T = batch->T;
+    context.samples = batch->samples + b, context.tokens = batch->tokens + (size_t)b * batch->T;
     return context;
 }
 
 // Encodes a boundary tensor into the mesh's message; bytes, or -1.
 static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N, Stream *stream) {
-    return codec_encode(&mesh->codec, context, x, N, mesh->cells[0].stage.config.channels, mesh->message,
+    CodecEnd *end = mesh_end(mesh, context->replica, context->boundary, context->direction == CODEC_BACKWARD);
+    return codec_encode(&mesh->codec, end, context, x, N, mesh->cells[0].stage.config.channels, mesh->message,
                         mesh->message_bytes, stream);
 }
 
@@ -1404,7 +1438,8 @@ static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *
     double arrival;
     if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
     if (counted) clock_receive(&cell->clock, arrival);
-    return codec_decode(&mesh->codec, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
+    CodecEnd *end = mesh_end(mesh, context->replica, context->boundary, context->direction == CODEC_FORWARD);
+    return codec_decode(&mesh->codec, end, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
                         stream);
 }
 
@@ -1449,8 +1484,9 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     const Batch *batch = &pass->batches[cell->replica];
     int b = m * mesh->micro_batch, T = batch->T, slot = m / mesh->n_gpus % stage->slots;
     int B = batch->b - b < mesh->micro_batch ? batch->b - b : mesh->micro_batch, N = B * T;
-    CodecContext before = boundary_context(pass, cell->replica, cell->index - 1, m);
-    CodecContext behind = boundary_context(pass, cell->replica, cell->index, m);
+    CodecDirection direction = work.kind == WORK_FORWARD ? CODEC_FORWARD : CODEC_BACKWARD;
+    CodecContext before = boundary_context(pass, cell->replica, cell->index - 1, m, b, direction);
+    CodecContext behind = boundary_context(pass, cell->replica, cell->index, m, b, direction);
     Link *to = NULL;
     int64_t n_bytes = 0;
     CellSum sum = {mesh, cell, 0};
@@ -1543,7 +1579,7 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     return 0;
 }
 
-// BoundaryPass of an evaluation that masks as a training step would. context: a MaskedEvaluation.
+// BoundaryPass of an evaluation that compresses as a training step would. context: a MaskedEvaluation.
 typedef struct {
     Mesh *mesh;
     int micro_batch; // counts the calls, so that every batch has masks of its own
@@ -1552,11 +1588,12 @@ typedef struct {
 static int pass_masked(void *context, int boundary, floatX *to, const floatX *from, int N, int C, Stream *stream) {
     MaskedEvaluation *masked = (MaskedEvaluation *)context;
     Mesh *mesh = masked->mesh;
-    CodecContext where;
-    memset(&where, 0, sizeof where);
-    where.boundary = boundary, where.masked = 1, where.micro_batch = masked->micro_batch++ & 0xFFF;
-    int64_t n_bytes = codec_encode(&mesh->codec, &where, from, N, C, mesh->message, mesh->message_bytes, stream);
-    return n_bytes < 0 ? -1 : codec_decode(&mesh->codec, &where, mesh->message, n_bytes, to, N, C, stream);
+    CodecContext where = codec_context(boundary, 0, masked->micro_batch++ & 0xFFF, 0, 1);
+    int64_t n_bytes = codec_encode(&mesh->codec, mesh_end(mesh, 0, boundary, 0), &where, from, N, C, mesh->message,
+                                   mesh->message_bytes, stream);
+    return n_bytes < 0 ? -1
+                       : codec_decode(&mesh->codec, mesh_end(mesh, 0, boundary, 1), &where, mesh->message, n_bytes, to,
+                                      N, C, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2326,7 +2363,38 @@ static int64_t cell_powersgd_floats(const Trainer *trainer, const Cell *cell) {
     return cell->powersgd_q == NULL ? 0 : powersgd_offset(&cell->stage, cell->stage.n_tensors, trainer->outer.rank);
 }
 
-// Writes a replica's state: its arenas, and for each stage the warm starts as one row.
+// Declares (begun = 0) or writes what the codec's ends of a replica remember.
+static int replica_put_codec(SafeTensorsWriter *writer, int begun, const Mesh *mesh, int replica) {
+    char name[64];
+    CodecState states[CODEC_STATES];
+    for (int i = 0; i < 2 * (mesh->n_stages - 1); i++) {
+        int n = codec_end_states(mesh_end(mesh, replica, i / 2, i % 2), states);
+        for (int k = 0; k < n; k++) {
+            snprintf(name, sizeof name, "codec.%d.%d.%s", i / 2, i % 2, states[k].name);
+            if (!begun && safetensors_declare(writer, name, DTYPE_U8, &states[k].n_bytes, 1)) return -1;
+            if (begun) file_write(&writer->file, states[k].data, (size_t)states[k].n_bytes);
+        }
+    }
+    return 0;
+}
+
+static int replica_load_codec(const SafeTensors *file, const Mesh *mesh, int replica) {
+    char name[64];
+    CodecState states[CODEC_STATES];
+    for (int i = 0; i < 2 * (mesh->n_stages - 1); i++) {
+        int n = codec_end_states(mesh_end(mesh, replica, i / 2, i % 2), states);
+        for (int k = 0; k < n; k++) {
+            snprintf(name, sizeof name, "codec.%d.%d.%s", i / 2, i % 2, states[k].name);
+            const SafeTensor *tensor = safetensors_find(file, name);
+            if (tensor == NULL || tensor->dtype != DTYPE_U8 || safetensor_count(tensor) != states[k].n_bytes)
+                return error_set("%s: tensor %s is missing or of another size", file->path, name);
+            memcpy(states[k].data, tensor->data, (size_t)states[k].n_bytes);
+        }
+    }
+    return 0;
+}
+
+// Writes a replica's state: its arenas, for each stage the warm starts as one row, and what the codec remembers.
 static int replica_save(const Trainer *trainer, const char *folder, int replica) {
     char path[PATH_MAX], name[64];
     Arena arenas[8];
@@ -2348,6 +2416,7 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
             if (begun) stage_append(&cell->stage, &writer, cell->powersgd_q, floats, DTYPE_F32);
         }
+        if (replica_put_codec(&writer, begun, mesh, replica)) return -1;
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
     return file_writer_close(&writer.file);
@@ -2387,6 +2456,7 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
         const SafeTensor *tensor = state_tensor(&file, name, floats);
         result = tensor == NULL ? -1 : stage_read(stage, cell->powersgd_q, floats, tensor, 0);
     }
+    if (result == 0) result = replica_load_codec(&file, mesh, replica);
     safetensors_close(&file);
     return result;
 }
@@ -2595,8 +2665,8 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {"model",     "init",    "seq",           "dp",         "local-steps",
-                                            "fragments", "overlap", "powersgd-rank", "anchor-rank"};
+        static const char *const fixed[] = {"model",     "init",    "seq",           "dp",          "local-steps",
+                                            "fragments", "overlap", "powersgd-rank", "anchor-rank", "codec"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -2720,10 +2790,10 @@ static void print_mesh(const Trainer *trainer) {
     static const char *const meetings[] = {"never meeting", "outer steps", "every gradient averaged"};
     const Mesh *mesh = &trainer->mesh;
     const Options *opts = &trainer->opts;
-    int C = trainer->config.channels;
-    printf("mesh: %d fast replica%s of %d stages, %d of %d values a boundary and token (%s)", mesh->n_replicas,
-           mesh->n_replicas > 1 ? "s" : "", mesh->n_stages, mask_kept(opts->mask_rate, C), C,
-           opts->wire == WIRE_BF16 ? "bf16" : "fp32");
+    char codec[128];
+    codec_describe(codec, sizeof codec, &mesh->codec, trainer->config.channels);
+    printf("mesh: %d fast replica%s of %d stages, codec %s", mesh->n_replicas, mesh->n_replicas > 1 ? "s" : "",
+           mesh->n_stages, codec);
     if (mesh->n_replicas > 1) printf(", %s", meetings[trainer->dp]);
     if (trainer->dp == MESH_DP_DILOCO)
         printf(" (every %d steps, %d fragments, rank %d)", trainer->outer.local_steps, trainer->outer.n_fragments,
@@ -2812,7 +2882,8 @@ static int print_estimate(const Trainer *trainer) {
     plan.replicas = mesh->n_replicas + trainer->anchored, plan.stages = mesh->n_stages;
     plan.batch = opts->batch, plan.T = trainer->T, plan.micro_batch = trainer->B, plan.recompute = opts->recompute;
     plan.logits_floats = (int64_t)logits_chunk(&trainer->config, rows) * trainer->config.vocab;
-    plan.mask_rate = opts->mask_rate, plan.anchor = trainer->anchored, plan.anchor_rank = trainer->anchor.rank;
+    plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
+    plan.anchor_rank = trainer->anchor.rank;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
@@ -2836,6 +2907,7 @@ static void next_batches(Trainer *trainer, Batch *batches) {
         for (int b = 0; b < batch->b; b++) {
             size_t at = (size_t)b * (size_t)batch->T;
             int64_t window = split_order(train, trainer->progress.samples + b, (uint64_t)trainer->opts.seed);
+            batch->samples[b] = window;
             batch->n_valid += split_read(train, window, batch->T, batch->tokens + at, batch->targets + at);
         }
         trainer->progress.samples += batch->b;
@@ -3383,10 +3455,15 @@ static int given_in_vain(const Trainer *trainer, const char *const *names, const
     return 0;
 }
 
+// 1 if boundaries travel compressed.
+static int is_compressed(const Options *opts) {
+    return opts->codec == CODEC_MASK ? opts->mask_rate > 0.0f : opts->codec != CODEC_NONE;
+}
+
 // The mesh: how many cells, who is the anchor, how replicas meet.
 static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_stages) {
     const Options *opts = &trainer->opts;
-    int masked = opts->mask_rate > 0.0f, L = trainer->config.n_layers, X = opts->replicas;
+    int masked = is_compressed(opts), L = trainer->config.n_layers, X = opts->replicas;
     char *end;
     if (X == 0) X = masked ? 2 : 1;
     *n_stages = opts->stages > 0 ? opts->stages : masked ? (L < 4 ? L : 4) : 1;
@@ -3394,9 +3471,10 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
     trainer->anchored = opts->anchor >= 0 ? opts->anchor : masked && X >= 2;
     if (trainer->anchored && X < 2) return error_set("--anchor 1 takes the last of at least two replicas; give -x 2");
     if (trainer->anchored && !masked)
-        return error_set("--anchor 1 without -p: nothing is masked, all replicas are of the fast circuit");
+        return error_set("--anchor 1 without -p or a codec: nothing is masked, all replicas are of the fast circuit");
     if (training && masked && *n_stages == 1)
-        return error_set("-p masks what stages send each other, and there is one stage; give -y 2 or more, or -p 0");
+        return error_set("-p and --codec compress what stages send each other, and there is one stage; give -y 2 or "
+                         "more, or -p 0");
     trainer->anchor.rank = opts->anchor_rank >= 0 ? opts->anchor_rank : (int)larger(trainer->config.channels / 8, 1);
     *n_replicas = X - trainer->anchored;
     trainer->dp = *n_replicas > 1 ? (MeshDp)opts->dp : MESH_DP_NONE;
@@ -3505,8 +3583,8 @@ static int print_evaluation(Trainer *trainer) {
     if (trainer->data.val.n_windows == 0) return error_set("--eval: there is no held-out data");
     MaskedEvaluation masked = {&trainer->mesh, 0};
     int is_masked = trainer->opts.eval_masked;
-    if (is_masked && (trainer->mesh.n_stages == 1 || trainer->opts.mask_rate == 0.0f))
-        return error_set("--eval-masked: there is no masked boundary; give -p and -y");
+    if (is_masked && (trainer->mesh.n_stages == 1 || !is_compressed(&trainer->opts)))
+        return error_set("--eval-masked: there is no masked boundary; give -p or --codec, and -y");
     if (evaluate(mesh_model(&trainer->mesh, 0), &trainer->data, &trainer->tokenizer, trainer->opts.val_tokens,
                  is_masked ? pass_masked : NULL, &masked, &eval, trainer->stream))
         return -1;
@@ -3576,10 +3654,12 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     decide_size(trainer, action, &B, &T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
                (uint64_t)opts->seed);
+    mesh->codec.kind = (CodecKind)opts->codec;
+    if (codec_check(&mesh->codec, trainer->config.channels)) return -1;
     mesh->speed.bytes_per_second = (double)opts->link_mbps * 1e6 / 8.0,
     mesh->speed.latency = (double)opts->link_ms * 1e-3;
     mesh->device_flops = (double)opts->device_tflops * 1e12;
-    if (training && opts->mask_rate > 0.0f && (opts->batch + B - 1) / B > 4095)
+    if (training && opts->codec == CODEC_MASK && opts->mask_rate > 0.0f && (opts->batch + B - 1) / B > 4095)
         return error_set(
             "--micro-batch %d: a step of %d sequences has more than 4095 micro-batches, masks tell no more "
             "apart; give a larger one",
@@ -3619,6 +3699,7 @@ static int load(Trainer *trainer, ModelFile *file) {
         for (Stage *stage = model; stage != NULL; stage = stage->next) stage_init(stage, seed);
     }
     mesh_spread(mesh);
+    if (mesh_alloc_ends(mesh, mesh_model(mesh, 0)->training ? trainer->data.train.n_windows : 0)) return -1;
     if (mesh_meet(mesh, &trainer->outer, seed)) return -1;
     return trainer->anchored ? start_anchor(trainer) : 0;
 }

@@ -185,7 +185,7 @@ static int bench_mesh(Precision precision) {
     double step, took;
     Stream *stream = NULL;
     Codec codec;
-    CodecContext context = {1, 0, 0, 3, 1};
+    CodecContext context = codec_context(1, 0, 0, 3, 1);
     if (bench_model("124M", "124m", 16, 256, 4, precision, 3, &step)) return -1;
     if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
     size_t grads = (size_t)4 * C * C + (size_t)3 * F * C, factors = (size_t)(C + F) * C + C;
@@ -204,8 +204,8 @@ static int bench_mesh(Precision precision) {
     codec_init(&codec, C, 0.95f, MASK_SCALE_NONE, WIRE_BF16, 1);
     int64_t n_bytes = codec_bytes(&codec, &context, N, C);
     MEDIAN_SECONDS(&took, 5, {
-        codec_encode(&codec, &context, x, N, C, message, (int64_t)sizeof(float) * N * C, stream);
-        codec_decode(&codec, &context, message, n_bytes, x, N, C, stream);
+        codec_encode(&codec, NULL, &context, x, N, C, message, (int64_t)sizeof(float) * N * C, stream);
+        codec_decode(&codec, NULL, &context, message, n_bytes, x, N, C, stream);
     });
     took *= 2.0 * MICRO * (STAGES - 1); // forward and backward
     printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", "mask codec, p 0.95, 3 boundaries", 1e3 * took,

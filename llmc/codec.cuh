@@ -10,6 +10,7 @@
 #include <stdint.h>    // fixed-width integers
 #include <type_traits> // is_same
 
+#include "codec_end.h"    // CodecEnd
 #include "codec_format.h" // Codec, CodecContext, codec_bytes
 #include "device.cuh"     // floatX, Stream, LAUNCH, scratch_get, device_copy
 #include "elements.cuh"   // elements_do, values_load, values_store
@@ -124,30 +125,46 @@ static inline int codec_decode_fp32(const Codec *codec, const void *in, int64_t 
     return codec_decode_dense(codec, in, n_bytes, x, n, stream);
 }
 
-// Writes x (n, H) as a message into out. Returns its bytes, codec_bytes() of them, or -1: they are more than cap, the
-// context of a masked message is out of range (mask_check), or the stream has failed.
-static inline int64_t codec_encode(const Codec *codec, const CodecContext *context, const floatX *x, int n, int H,
-                                   void *out, int64_t cap, Stream *stream) {
+static inline int64_t codec_mask_encode(const Codec *codec, const CodecContext *context, const floatX *x, int n, int H,
+                                        void *out, int64_t cap, Stream *stream) {
     int K = codec_values(codec, context, H);
     int64_t n_bytes = codec_bytes(codec, context, n, H);
     MaskKey key = codec_key(codec, context);
-    if (K == H) return codec_encode_dense(codec, x, (int64_t)n * H, out, cap, stream);
     if (mask_check(key, n, H) || codec_fits(n_bytes, cap)) return -1;
     int result = codec->wire == WIRE_FP32 ? codec_send_masked<float>(out, x, key, n, H, K, stream)
                                           : codec_send_masked<__nv_bfloat16>(out, x, key, n, H, K, stream);
     return result ? -1 : n_bytes;
 }
 
-// x (n, H) = the message `in`. Returns 0, or -1: n_bytes is not the size of such a message or the context of a masked
-// one is out of range, and x is untouched; or the stream has failed.
-static inline int codec_decode(const Codec *codec, const CodecContext *context, const void *in, int64_t n_bytes,
-                               floatX *x, int n, int H, Stream *stream) {
+static inline int codec_mask_decode(const Codec *codec, const CodecContext *context, const void *in, int64_t n_bytes,
+                                    floatX *x, int n, int H, Stream *stream) {
     int K = codec_values(codec, context, H);
     MaskKey key = codec_key(codec, context);
-    if (K == H) return codec_decode_dense(codec, in, n_bytes, x, (int64_t)n * H, stream);
     if (mask_check(key, n, H) || codec_is_whole(n_bytes, codec_bytes(codec, context, n, H))) return -1;
     return codec->wire == WIRE_FP32 ? codec_take_masked<float>(x, in, key, n, H, K, codec->scale, stream)
                                     : codec_take_masked<__nv_bfloat16>(x, in, key, n, H, K, codec->scale, stream);
+}
+
+// Writes x (n, H) as a message into out. Returns its bytes, at most codec_cap() of them, or -1: they are more than cap,
+// the context is none the codec can tell apart (mask_check), or the stream has failed.
+static inline int64_t codec_encode(const Codec *codec, CodecEnd *end, const CodecContext *context, const floatX *x,
+                                   int n, int H, void *out, int64_t cap, Stream *stream) {
+    (void)end;
+    switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
+    case CODEC_MASK: return codec_mask_encode(codec, context, x, n, H, out, cap, stream);
+    default: return codec_encode_dense(codec, x, (int64_t)n * H, out, cap, stream);
+    }
+}
+
+// x (n, H) = the message `in`. Returns 0, or -1: the bytes are no such message or the context is none the codec can
+// tell apart, and x is untouched; or the stream has failed.
+static inline int codec_decode(const Codec *codec, CodecEnd *end, const CodecContext *context, const void *in,
+                               int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
+    (void)end;
+    switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
+    case CODEC_MASK: return codec_mask_decode(codec, context, in, n_bytes, x, n, H, stream);
+    default: return codec_decode_dense(codec, in, n_bytes, x, (int64_t)n * H, stream);
+    }
 }
 
 #endif

@@ -1,9 +1,10 @@
 // The Codec, CPU: turns a boundary tensor x (n, H) into the bytes of a message and back (codec_format.h).
 //
 //   Codec codec;  codec_init(&codec, H, 0.95f, MASK_SCALE_NONE, WIRE_BF16, seed);
-//   CodecContext context = {boundary, replica, micro_batch, step, 1};
-//   int64_t n_bytes = codec_encode(&codec, &context, x, n, H, out, cap, stream);     // on one cell
-//   if (codec_decode(&codec, &context, out, n_bytes, x, n, H, stream)) return -1;    // on the other
+//   CodecContext context = codec_context(boundary, replica, micro_batch, step, 1);
+//   int64_t n_bytes = codec_encode(&codec, end, &context, x, n, H, out, cap, stream);     // on one cell
+//   if (codec_decode(&codec, end, &context, out, n_bytes, x, n, H, stream)) return -1;    // on the other
+// with the CodecEnd of the side at work (codec_end.h); what remembers nothing (mask, none, the quantizers) takes NULL;
 // and for fp32 vectors, which are dense always: codec_encode_fp32, codec_decode_fp32.
 //
 // Index, gather and rounding are one loop: there is no array of indices and no copy in fp32.
@@ -11,33 +12,17 @@
 #define LLMC_CODEC_H
 
 #include <stdint.h> // fixed-width integers
-#include <string.h> // memcpy, memset
+#include <string.h> // memset
 
-#include "codec_format.h" // Codec, CodecContext, codec_bytes
-#include "device.h"       // floatX, Stream
-#include "dtype.h"        // bf16_of_float, float_of_bf16
-#include "mask.h"         // mask_set, mask_lanes
-
-// Value i of a row on the wire. The row may lie at any address.
-static inline void codec_put(char *row, int64_t i, float value, Wire wire) {
-    if (wire == WIRE_FP32) {
-        memcpy(row + i * 4, &value, 4);
-    } else {
-        uint16_t half = bf16_of_float(value);
-        memcpy(row + i * 2, &half, 2);
-    }
-}
-
-static inline float codec_get(const char *row, int64_t i, Wire wire) {
-    float value;
-    uint16_t half;
-    if (wire == WIRE_FP32) {
-        memcpy(&value, row + i * 4, 4);
-        return value;
-    }
-    memcpy(&half, row + i * 2, 2);
-    return float_of_bf16(half);
-}
+#include "codec_aqsgd.h"      // codec_aqsgd_encode
+#include "codec_bottleneck.h" // codec_bottleneck_encode
+#include "codec_end.h"        // CodecEnd
+#include "codec_format.h"     // Codec, CodecContext, codec_bytes
+#include "codec_quant.h"      // codec_quant_encode
+#include "codec_topk.h"       // codec_topk_encode
+#include "codec_value.h"      // codec_put, codec_get
+#include "device.h"           // floatX, Stream
+#include "mask.h"             // mask_set, mask_lanes
 
 // Writes x (n) as a dense message into out. Returns its bytes, or -1: they are more than cap.
 static inline int64_t codec_encode_fp32(const Codec *codec, const float *x, int64_t n, void *out, int64_t cap,
@@ -60,15 +45,13 @@ static inline int codec_decode_fp32(const Codec *codec, const void *in, int64_t 
     return 0;
 }
 
-// Writes x (n, H) as a message into out. Returns its bytes, codec_bytes() of them, or -1: they are more than cap, or
-// the context of a masked message is out of range (mask_check).
-static inline int64_t codec_encode(const Codec *codec, const CodecContext *context, const floatX *x, int n, int H,
-                                   void *out, int64_t cap, Stream *stream) {
+// codec_encode and codec_decode of a masked message.
+static inline int64_t codec_mask_encode(const Codec *codec, const CodecContext *context, const floatX *x, int n, int H,
+                                        void *out, int64_t cap, Stream *stream) {
     int K = codec_values(codec, context, H);
     int64_t n_bytes = codec_bytes(codec, context, n, H), row_bytes = codec_bytes(codec, context, 1, H);
     MaskKey key = codec_key(codec, context);
     Wire wire = codec->wire;
-    if (K == H) return codec_encode_fp32(codec, x, (int64_t)n * H, out, cap, stream);
     if (mask_check(key, n, H) || codec_fits(n_bytes, cap)) return -1;
 #pragma omp parallel for num_threads(stream->threads)
     for (int token = 0; token < n; token++) {
@@ -84,15 +67,12 @@ static inline int64_t codec_encode(const Codec *codec, const CodecContext *conte
     return n_bytes;
 }
 
-// x (n, H) = the message `in`. Returns 0, or -1 with x untouched: n_bytes is not the size of such a message, or the
-// context of a masked message is out of range.
-static inline int codec_decode(const Codec *codec, const CodecContext *context, const void *in, int64_t n_bytes,
-                               floatX *x, int n, int H, Stream *stream) {
+static inline int codec_mask_decode(const Codec *codec, const CodecContext *context, const void *in, int64_t n_bytes,
+                                    floatX *x, int n, int H, Stream *stream) {
     int K = codec_values(codec, context, H);
     int64_t expected = codec_bytes(codec, context, n, H), row_bytes = codec_bytes(codec, context, 1, H);
     MaskKey key = codec_key(codec, context);
     Wire wire = codec->wire;
-    if (K == H) return codec_decode_fp32(codec, in, n_bytes, x, (int64_t)n * H, stream);
     if (mask_check(key, n, H) || codec_is_whole(n_bytes, expected)) return -1;
 #pragma omp parallel for num_threads(stream->threads)
     for (int token = 0; token < n; token++) {
@@ -107,6 +87,38 @@ static inline int codec_decode(const Codec *codec, const CodecContext *context, 
         }
     }
     return 0;
+}
+
+// Writes x (n, H) as a message into out. Returns its bytes, at most codec_cap() of them, or -1: they are more than cap,
+// or the context is none the codec can tell apart (mask_check).
+static inline int64_t codec_encode(const Codec *codec, CodecEnd *end, const CodecContext *context, const floatX *x,
+                                   int n, int H, void *out, int64_t cap, Stream *stream) {
+    switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
+    case CODEC_MASK: return codec_mask_encode(codec, context, x, n, H, out, cap, stream);
+    case CODEC_QUANT8:
+    case CODEC_QUANT4:
+    case CODEC_TAHQUANT: return codec_quant_encode(codec, context, x, n, H, out, cap, stream);
+    case CODEC_TOPK: return codec_topk_encode(codec, end, context, x, n, H, out, cap, stream);
+    case CODEC_BOTTLENECK: return codec_bottleneck_encode(codec, end, context, x, n, H, out, cap, stream);
+    case CODEC_AQSGD: return codec_aqsgd_encode(codec, end, context, x, n, H, out, cap, stream);
+    default: return codec_encode_fp32(codec, x, (int64_t)n * H, out, cap, stream);
+    }
+}
+
+// x (n, H) = the message `in`. Returns 0, or -1 with x untouched: the bytes are no such message, or the context is none
+// the codec can tell apart.
+static inline int codec_decode(const Codec *codec, CodecEnd *end, const CodecContext *context, const void *in,
+                               int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
+    switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
+    case CODEC_MASK: return codec_mask_decode(codec, context, in, n_bytes, x, n, H, stream);
+    case CODEC_QUANT8:
+    case CODEC_QUANT4:
+    case CODEC_TAHQUANT: return codec_quant_decode(codec, context, in, n_bytes, x, n, H, stream);
+    case CODEC_TOPK: return codec_topk_decode(codec, end, context, in, n_bytes, x, n, H, stream);
+    case CODEC_BOTTLENECK: return codec_bottleneck_decode(codec, end, context, in, n_bytes, x, n, H, stream);
+    case CODEC_AQSGD: return codec_aqsgd_decode(codec, end, context, in, n_bytes, x, n, H, stream);
+    default: return codec_decode_fp32(codec, in, n_bytes, x, (int64_t)n * H, stream);
+    }
 }
 
 #endif

@@ -2,7 +2,7 @@
 // refused and touch nothing.
 // Must fail for: indices of another boundary, scale twice or never, K off by one, bf16 by truncation, scaled dense
 // values.
-#include "../../llmc/codec_format.h"
+#include "../../llmc/codec_end.h"
 #include <stddef.h> // size_t
 
 namespace cpu {
@@ -14,7 +14,7 @@ static void codec_refusals(const Codec *codec, const CodecContext *context, int6
     floatX *untouched = device_nan<floatX>(n * H);
     unsigned char *bytes = (unsigned char *)calloc((size_t)n_bytes + 2, 1);
     memset(bytes, 0xA5, (size_t)n_bytes);
-    check(codec_encode(codec, context, untouched, n, H, bytes, n_bytes - 1, test_stream) < 0, "a small buffer");
+    check(codec_encode(codec, NULL, context, untouched, n, H, bytes, n_bytes - 1, test_stream) < 0, "a small buffer");
     check_message("the buffer", "a small buffer");
     int equal = 1;
     for (int64_t i = 0; i < n_bytes; i++) equal = equal && bytes[i] == 0xA5;
@@ -22,7 +22,7 @@ static void codec_refusals(const Codec *codec, const CodecContext *context, int6
     static const int64_t off[] = {-1, 1};
     for (int i = 0; i < 3; i++) {
         int64_t wrong = i < 2 ? n_bytes + off[i] : 0;
-        check(codec_decode(codec, context, bytes, wrong, untouched, n, H, test_stream) != 0, "a wrong length");
+        check(codec_decode(codec, NULL, context, bytes, wrong, untouched, n, H, test_stream) != 0, "a wrong length");
         check_message("a message of", "a wrong length");
     }
     unsigned char *ours = (unsigned char *)host_of_device(untouched, n * H);
@@ -35,18 +35,19 @@ static void codec_refusals(const Codec *codec, const CodecContext *context, int6
 
 static void codec_case(Wire wire, float rate, int masked, int n, int H) {
     Codec codec;
-    CodecContext context = {3, 1, 2, 1ll << 33, masked};
+    CodecContext context = codec_context(3, 1, 2, 1ll << 33, masked);
     codec_init(&codec, H, rate, MASK_SCALE_SQRT, wire, 11);
     int64_t n_bytes = codec_bytes(&codec, &context, n, H), n_x = (int64_t)n * H;
     float *x = host_random_x(n_x, 55, 1.0f), *expected = host_nan(n_x);
     unsigned char *theirs = (unsigned char *)malloc((size_t)n_bytes);
     unsigned char *message = (unsigned char *)malloc((size_t)n_bytes + 1), *ours = message + 1; // an odd address
     floatX *device_x = device_of_host_x(x, n_x), *out = device_nan<floatX>(n_x);
-    check(cpu::codec_encode(&codec, &context, x, n, H, theirs, n_bytes, test_cpu_stream) == n_bytes, "bytes");
-    check(codec_encode(&codec, &context, device_x, n, H, ours, n_bytes, test_stream) == n_bytes, "bytes used");
+    check(cpu::codec_encode(&codec, NULL, &context, x, n, H, theirs, n_bytes, test_cpu_stream) == n_bytes, "bytes");
+    check(codec_encode(&codec, NULL, &context, device_x, n, H, ours, n_bytes, test_stream) == n_bytes, "bytes used");
     check_same(ours, theirs, (size_t)n_bytes, "the message");
-    check(cpu::codec_decode(&codec, &context, theirs, n_bytes, expected, n, H, test_cpu_stream) == 0, "decode");
-    check(codec_decode(&codec, &context, ours, n_bytes, out, n, H, test_stream) == 0, "decode: %s", error_message);
+    check(cpu::codec_decode(&codec, NULL, &context, theirs, n_bytes, expected, n, H, test_cpu_stream) == 0, "decode");
+    check(codec_decode(&codec, NULL, &context, ours, n_bytes, out, n, H, test_stream) == 0, "decode: %s",
+          error_message);
     for (int64_t i = 0; i < n_x; i++) expected[i] = to_float(to_floatX(expected[i]));
     float *arrived = host_of_device_x(out, n_x);
     check_same(arrived, expected, sizeof(float) * (size_t)n_x, "what arrives");
@@ -100,11 +101,12 @@ static void test_cuda_codec(void) {
     float message[8] = {0};
     floatX *x = device_nan<floatX>(8);
     codec_init(&codec, 8, 0.5f, MASK_SCALE_NONE, WIRE_FP32, 1);
-    static const CodecContext beyond[] = {{4096, 0, 0, 0, 1}, {0, 0, 4096, 0, 1}, {0, 0, 0, -1, 1}};
+    const CodecContext beyond[] = {codec_context(4096, 0, 0, 0, 1), codec_context(0, 0, 4096, 0, 1),
+                                   codec_context(0, 0, 0, -1, 1)};
     for (size_t i = 0; i < sizeof beyond / sizeof *beyond; i++) {
-        check(codec_encode(&codec, &beyond[i], x, 1, 8, message, sizeof message, test_stream) < 0, "encode");
+        check(codec_encode(&codec, NULL, &beyond[i], x, 1, 8, message, sizeof message, test_stream) < 0, "encode");
         check_message("mask: ", "encode");
-        check(codec_decode(&codec, &beyond[i], message, 16, x, 1, 8, test_stream) != 0, "decode");
+        check(codec_decode(&codec, NULL, &beyond[i], message, 16, x, 1, 8, test_stream) != 0, "decode");
         check_message("mask: ", "decode");
     }
     device_release(x, 8, "x");
