@@ -32,13 +32,6 @@
 //
 // No include guard: klt.h and klt.cuh include it once each, and a program that compares them has both.
 
-#ifndef KLT_PIECE
-#define KLT_PIECE          256 // tokens
-#define KLT_MESSAGE_HEADER 8
-#define KLT_SILENT         (-RANS_RANGE)
-#define KLT_SCALE_MAX      14
-#endif
-
 // Memory that an end's messages pass through; ends that take turns share it.
 typedef struct {
     Scratch device;
@@ -207,10 +200,6 @@ static inline int klt_has_inputs(const KltEnd *end, const uint32_t *tokens) {
     return error_set("klt: a table with a predictor, and no tokens or embedding to predict from");
 }
 
-static inline int klt_pieces(int n) {
-    return (n + KLT_PIECE - 1) / KLT_PIECE;
-}
-
 // A token's scale: half octaves from the message's size, with the gain on the step as more of them.
 static inline int klt_scale(double size, double unit) {
     double half_octaves = size > 0.0 ? 2.0 * log2(size / unit) : -KLT_SCALE_MAX;
@@ -331,9 +320,8 @@ static inline void klt_put_header(unsigned char *out, uint32_t version, float st
     memcpy(out + 4, &step, 4);
 }
 
-// The most bytes a message may have: twice the budget, and what every message needs.
 static inline int64_t klt_most(const KltEnd *end, int n) {
-    return KLT_MESSAGE_HEADER + 64 + 8 * (int64_t)klt_pieces(n) + (int64_t)(2.0 * end->budget * n);
+    return klt_most_bytes(end->budget, n);
 }
 
 // After a message of n tokens.

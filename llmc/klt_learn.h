@@ -18,6 +18,11 @@
 //
 // No include guard: klt.h and klt.cuh include it once each.
 
+#ifndef KLT_FLOOR
+#define KLT_FLOOR          0.35 // states: less than this many steps are not sent
+#define KLT_FLOOR_BACKWARD 0.25 // gradients: what is not sent is a bias
+#endif
+
 typedef struct {
     int H, most; // most: rows of the sample
     int n_sample;
@@ -496,6 +501,7 @@ static inline unsigned char *klt_learn(const KltMoments *m, const KltMoments *em
     KltPlan *plan = (KltPlan *)calloc(1, sizeof *plan);
     unsigned char *blob = NULL;
     float *y = (float *)malloc(sizeof(float) * ((size_t)m->n_sample + 1) * (size_t)m->H);
+    memset(&fit, 0, sizeof fit);
     if (plan == NULL || y == NULL || klt_fit_alloc(&fit, m->H) || klt_plan_alloc(plan, m->H, m->n_sample))
         error_set("out of memory for the transform codec's tables");
     else if (m->weight <= 0.0 || m->n_sample == 0)
@@ -503,7 +509,7 @@ static inline unsigned char *klt_learn(const KltMoments *m, const KltMoments *em
     else
         blob = klt_make(&fit, plan, y, m, embedding, embed, settings, work, n_bytes, stream);
     if (plan != NULL) klt_plan_free(plan);
-    if (plan != NULL && y != NULL) klt_fit_free(&fit);
+    klt_fit_free(&fit);
     free(plan);
     free(y);
     return blob;

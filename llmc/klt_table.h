@@ -74,6 +74,18 @@ typedef struct {
     double control[2];     // of the step: log gain, excess
 } KltEnd;
 
+// Messages (klt_codec.h): tokens of a piece, bytes before the pieces, and the scales of tokens.
+enum { KLT_PIECE = 256, KLT_MESSAGE_HEADER = 8, KLT_SILENT = -RANS_RANGE, KLT_SCALE_MAX = 14 };
+
+static inline int klt_pieces(int n) {
+    return (n + KLT_PIECE - 1) / KLT_PIECE;
+}
+
+// The most bytes a message of n tokens may have: twice the budget, and what every message needs.
+static inline int64_t klt_most_bytes(double budget, int n) {
+    return KLT_MESSAGE_HEADER + 64 + 8 * (int64_t)klt_pieces(n) + (int64_t)(2.0 * budget * n);
+}
+
 static inline int klt_shift(int class_number) {
     int shift = (class_number - KLT_CLASS_WIDE + 1) / 2;
     return class_number <= KLT_CLASS_WIDE ? 0 : shift < RANS_MAX_SHIFT ? shift : RANS_MAX_SHIFT;
