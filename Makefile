@@ -6,9 +6,11 @@
 #   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan, SANITIZE=thread: under
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
+#   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
+#   DEPS=dir                the same for the libraries of CUDA builds (scripts/gpu_deps.sh)
 
 CXX ?= g++
 comma := ,
@@ -24,7 +26,7 @@ LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
 endif
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/mask_golden.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
-SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu $(HEADERS) $(EMULATOR)
+SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR)
 RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
 
 # The device: what DEVICE says, else a GPU that nvcc can build for.
@@ -48,6 +50,10 @@ ARCH_FLAGS = $(if $(filter all,$(ARCH)),$(foreach a,$(KNOWN_ARCHS),-gencode arch
 CUDA_FLAGS = -x cu -std=c++17 -O3 -DDEVICE_CUDA -D_GNU_SOURCE $(ARCH_FLAGS) --Werror all-warnings \
     -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL)
 CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) -ljansson -lm
+ifdef DEPS
+CUDA_FLAGS += -I$(DEPS)/include
+CUDA_LIBS += -L$(DEPS)/lib -Xlinker -rpath,$(abspath $(DEPS)/lib),-rpath-link,$(abspath $(DEPS)/lib)
+endif
 
 ifeq ($(SANITIZE),1)
 TEST_FLAGS := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
@@ -91,14 +97,23 @@ build/emulated_gpt$(SANITIZE) build/emulated_gpt_fp32$(SANITIZE): test_gpt.cu tr
 	@mkdir -p build
 	$(CXX) $(EMULATED) $(EMULATED_FLAGS) $(BASE) $(if $(findstring fp32,$@),-DFLOATX_FP32) test_gpt.cu -o $@ $(LIBS)
 
-# The same tests for a GPU; the ops' need the CPU's libraries, whose results they compare with.
-build/cuda_ops: test_cuda.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile build/train.target
-	$(NVCC) $(CUDA_FLAGS) test_cuda.cu -o $@ $(CUDA_LIBS) -ldnnl -lopenblas
+# The same tests and the speed on a GPU, X_fp32 with fp32 activations whatever PRECISION says. The ops' tests need the
+# CPU's libraries, whose results they compare with. What does not build leaves no older program behind.
+ONLY_FP32 = $(if $(findstring fp32,$@),$(if $(filter FP32,$(PRECISION)),,-DFLOATX_FP32))
+build/cuda_ops build/cuda_ops_fp32: test_cuda.cu train_gpt.cu $(HEADERS) $(EMULATOR) Makefile build/train.target
+	@rm -f $@
+	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) test_cuda.cu -o $@ -ldnnl -lopenblas $(CUDA_LIBS)
 
-build/cuda_gpt: test_gpt.cu train_gpt.cu $(HEADERS) Makefile build/train.target
-	$(NVCC) $(CUDA_FLAGS) test_gpt.cu -o $@ $(CUDA_LIBS)
+build/cuda_gpt build/cuda_gpt_fp32: test_gpt.cu train_gpt.cu $(HEADERS) Makefile build/train.target
+	@rm -f $@
+	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) test_gpt.cu -o $@ $(CUDA_LIBS)
 
-build/bench: dev/bench.cu train_gpt.cu $(HEADERS) Makefile
+# Beside main, nothing of the program's upper half is called there.
+build/bench_cuda build/bench_cuda_fp32: dev/bench_cuda.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile build/train.target
+	@rm -f $@
+	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) --diag-suppress 177 -Xcompiler -Wno-unused-function dev/bench_cuda.cu -o $@ $(CUDA_LIBS)
+
+build/bench: dev/bench.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function dev/bench.cu -o $@ $(LIBS)
 
@@ -112,8 +127,10 @@ data/medical/train.jsonl: data/medical/prepare.sh
 # The CPU's program, and the CUDA one through the emulator: its ops, its model and a mesh in both types of activation.
 TESTS := build/test_gpt$(SANITIZE)
 ifneq ($(SANITIZE),thread)
-TESTS += build/emulated_ops$(SANITIZE) build/emulated_ops_fp32$(SANITIZE) build/emulated_gpt$(SANITIZE) \
-    build/emulated_gpt_fp32$(SANITIZE)
+TESTS += build/emulated_ops$(SANITIZE) build/emulated_ops_fp32$(SANITIZE) build/emulated_gpt$(SANITIZE)
+endif
+ifndef SANITIZE # of the model in fp32 the sanitizers see nothing that they do not in bf16
+TESTS += build/emulated_gpt_fp32
 endif
 
 ifeq ($(DEVICE),cuda)
@@ -129,9 +146,10 @@ demo: setup
 	@$(MAKE) --no-print-directory train medical
 	@scripts/demo.sh
 
+BENCH_PROGRAM := $(if $(filter cuda,$(DEVICE)),build/bench_cuda,build/bench)
 bench: setup
-	@$(MAKE) --no-print-directory build/bench
-	build/bench $(BENCH)
+	@$(MAKE) --no-print-directory $(BENCH_PROGRAM)
+	$(BENCH_PROGRAM) $(BENCH) $(if $(K),K=$(K))
 
 plot:
 	@scripts/plot.sh $(RUN)
@@ -143,7 +161,7 @@ lint:
 	    $(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $$file -o /dev/null && \
 	    $(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file || exit 1; \
 	done
-	for file in train_gpt.cu test_gpt.cu test_cuda.cu; do \
+	for file in train_gpt.cu test_gpt.cu test_cuda.cu dev/bench_cuda.cu; do \
 	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file && \
 	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -DFLOATX_FP32 -fsyntax-only $$file || exit 1; \
 	done

@@ -1,6 +1,7 @@
 // Checks every CUDA op against its CPU twin. Built by nvcc it runs on the GPU; built by g++ with -DCUDA_EMULATOR it
-// runs anywhere (dev/cuda_emulator). Prints "N passed, N failed" and exits non-zero on a failure; `test_cuda NAME` runs
-// the tests whose name contains NAME. A run of all tests also fails for a kernel that none of them launches.
+// runs anywhere (dev/cuda_emulator). Prints "N passed, N failed" and exits non-zero on a failure; `test_cuda NAMES`
+// runs the tests whose name contains one of NAMES. A run of all tests also fails for a kernel that none of them
+// launches.
 //
 // How to add a test: a header dev/cuda_tests/<op>.h with static void test_cuda_<op>(void); below, its include and its
 // line in the table. The CPU's op is included within `namespace cpu { }`, the CUDA one outside; headers that both need
@@ -15,6 +16,7 @@
 #include "dev/cuda_tests/adamw.h"
 #include "dev/cuda_tests/attention.h"
 #include "dev/cuda_tests/codec.h"
+#include "dev/cuda_tests/codecs.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
 #include "dev/cuda_tests/klt.h"
@@ -39,6 +41,7 @@ static const struct {
     {"adamw", test_cuda_adamw},
     {"attention", test_cuda_attention},
     {"codec", test_cuda_codec},
+    {"codecs", test_cuda_codecs},
     {"cross_entropy", test_cuda_cross_entropy},
     {"embedding", test_cuda_embedding},
     {"klt", test_cuda_klt},
@@ -153,6 +156,13 @@ static double seconds(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+// 1 if the words of the command line ask for a test.
+static int is_asked(const char *name, int argc, char **argv) {
+    int asked = argc == 1;
+    for (int i = 1; i < argc; i++) asked |= strstr(name, argv[i]) != NULL;
+    return asked;
+}
+
 int main(int argc, char **argv) {
 #ifdef CUDA_EMULATOR
     if (getenv("EMU_DEVICES") == NULL) emu::n_devices = 3; // sums over devices take as many
@@ -160,7 +170,7 @@ int main(int argc, char **argv) {
     need(stream_create(&test_stream, PRECISION_BF16, 1), "start");
     need(cpu::stream_create(&test_cpu_stream, cpu::PRECISION_FP32, 1), "start");
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
-        if (argc > 1 && strstr(tests[i].name, argv[1]) == NULL) continue;
+        if (!is_asked(tests[i].name, argc, argv)) continue;
         int failed = checks_failed;
         double start = seconds();
         test_name = tests[i].name;

@@ -5282,6 +5282,12 @@ static void test_device_mesh(void) {
     check_run(0, NULL, "-o @/klt_parts --resume", "done: 5 steps");
     check(same_file("klt/latest/model.bin", "klt_parts/latest/model.bin"), "klt: resumed, other weights");
     check(same_file("klt/latest/anchor.bin", "klt_parts/latest/anchor.bin"), "klt: resumed, other tables");
+    static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
+    for (int i = 0; i < 4; i++) {
+        char command[1024];
+        snprintf(command, sizeof command, TINY_MESH "-n 2 -o @/codec%d --codec %s", i, codecs[i]);
+        check_run(0, NULL, command, "done: 2 steps");
+    }
     check_run(0, NULL, "-m @/whole/latest/model.bin --generate ab --max-tokens 3", "ab");
     check_run(0, NULL, "-m @/whole/latest/model.bin --eval --val-data @/corpus.jsonl --val-tokens 16 -t 8",
               "validation loss");

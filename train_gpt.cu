@@ -420,10 +420,11 @@ static void stage_free(Stage *stage) {
 #define LOGITS_MAX DEVICE_LOGITS
 #endif
 
-// Rows of logits that exist at once.
+// Rows of logits that exist at once: whole tiles of a matrix product where there are some.
 static int logits_chunk(const Config *config, int64_t N) {
-    int64_t rows = LOGITS_MAX / config->vocab;
+    int64_t rows = LOGITS_MAX / config->vocab, tile = 256;
     if (rows < 1) rows = 1;
+    if (rows > tile) rows -= rows % tile;
     return (int)(rows < N ? rows : N);
 }
 
@@ -1253,9 +1254,14 @@ static CodecEnd *mesh_end(const Mesh *mesh, int replica, int boundary, int behin
 
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
+    nccl_destroy(mesh->nccl); // its sums end before their memory goes
+    for (int g = 1; g < mesh->n_gpus; g++) {
+        if (mesh->streams[g] != NULL) stream_use(mesh->streams[g]);
+        for (int i = 0; i < n_cells; i++)
+            if (mesh->cells[i].more != NULL) stage_free(cell_stage(&mesh->cells[i], g));
+    }
+    if (mesh->stream != NULL) stream_use(mesh->stream);
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
-        for (int g = 1; g < mesh->n_gpus && mesh->cells[i].more != NULL; g++)
-            stage_free(cell_stage(&mesh->cells[i], g));
         free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
@@ -1275,7 +1281,6 @@ static void mesh_free(Mesh *mesh) {
     free(mesh->meeting);
     device_host_free(mesh->message);
     device_free(mesh->exchange);
-    nccl_destroy(mesh->nccl);
     for (int g = 1; g < mesh->n_gpus; g++) stream_destroy(mesh->streams[g]);
     memset(mesh, 0, sizeof *mesh);
 }
@@ -1480,6 +1485,11 @@ static void cell_sum_grads(void *context, int first, int last) {
     sum->failed |= nccl_sum(sum->mesh->nccl, values, to->offset + to->n - from->offset, sum->mesh->streams);
 }
 
+// 1 if the clock of each cell wants the time its own work takes here: then it is waited for.
+static int cells_are_timed(const Mesh *mesh) {
+    return mesh->n_replicas * mesh->n_stages > 1 && mesh->device_flops == 0.0;
+}
+
 // Does the cell's next work: receive, compute, send.
 static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Work work = cell->schedule[cell->next_work++];
@@ -1522,7 +1532,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
             n_bytes = cell_encode(mesh, &before, stage->d.dx, N, stream);
         }
     }
-    if (mesh->n_replicas * mesh->n_stages > 1) stream_wait(stream); // the clock of each cell wants its own time
+    if (cells_are_timed(mesh)) stream_wait(stream);
     double took = seconds() - start, flops = stage_flops(stage, N, T) * (work.kind == WORK_FORWARD ? 1.0 : 2.0);
     if (pass->times != NULL) { // of the head's three products one is forward
         double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
@@ -2164,6 +2174,7 @@ static int anchor_pass(Anchor *anchor) {
 
 static void *anchor_thread(void *argument) {
     Anchor *anchor = (Anchor *)argument;
+    stream_use(anchor->stream); // a new thread begins with device 0
     pthread_mutex_lock(&anchor->mutex);
     for (;;) {
         while (anchor->state != ANCHOR_WORKING && anchor->state != ANCHOR_LEAVING)
@@ -3373,6 +3384,7 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
                      trainer->stream);
+        if (cells_are_timed(mesh)) stream_wait(trainer->stream);
         if (mesh->device_flops == 0.0)
             clock_compute(&cell->clock, seconds() - start);
         else if (filtered && opts->alpha != 1.0f)

@@ -4,24 +4,15 @@
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
 //   parts  each op of a 124M layer alone
-//   mesh   what the mesh adds to a fast step of 124M, T 256, 4,096 tokens: filter of rank 128 and full, mask codec at
-//          p 0.95 over three boundaries, one anchor pass's SVDs; each as a share of the step timed in the same run
+//   mesh   what the mesh adds to a fast step of 124M, T 256, 4,096 tokens: filter of rank 128 and full, each codec over
+//          three boundaries both ways (at p 0.95 those that take a budget), one anchor pass's SVDs; each as a share of
+//          the step timed in the same run
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
-// of the step. FLOPs of a token: 6 per parameter of a matrix that multiplies (the embedding does not), and 6*T*NH*HD a
-// layer for causal attention (half of the T x T scores); recomputed scores are not counted.
+// of the step. bench.h has the FLOPs of a token.
 #define BENCHMARK
 #include "../train_gpt.cu"
-
-static double median(double *values, int n) {
-    for (int i = 1; i < n; i++) { // insertion sort
-        double value = values[i];
-        int j = i;
-        for (; j > 0 && values[j - 1] > value; j--) values[j] = values[j - 1];
-        values[j] = value;
-    }
-    return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
-}
+#include "bench.h" // median, flops_per_token, fill_batch
 
 // GFLOP/s of one 2048^3 product, operands already in the precision's type.
 static double matmul_peak(float *buffer, Stream *stream) {
@@ -31,12 +22,6 @@ static double matmul_peak(float *buffer, Stream *stream) {
     double start = seconds();
     matmul_product(out, SIZE, a, SIZE, 0, b, SIZE, 1, SIZE, SIZE, SIZE, bf16, 0, stream);
     return 2e-9 * SIZE * SIZE * SIZE / (seconds() - start);
-}
-
-static double flops_per_token(const Stage *stage, int T) {
-    const Config *c = &stage->config;
-    double matrices = (double)(config_n_params(c) - (c->tied ? 0 : (int64_t)c->vocab * c->channels));
-    return 6.0 * matrices + 6.0 * T * (double)stage->A * c->n_layers;
 }
 
 // Fills the weights cheaply: speed does not depend on them, as long as nothing overflows.
@@ -69,11 +54,7 @@ static int bench_model(const char *name, const char *spec, int batch, int T, int
     float *square = (float *)device_alloc(sizeof(float) * 3 * 2048 * 2048);
     if (square == NULL) return -1;
     fill_weights(&stage);
-    for (int n = 0; n < batch * T; n++) {
-        data.tokens[n] = rand_block(1, RAND_TEST, 0, (uint64_t)n).v[0] % (uint32_t)config.vocab;
-        data.targets[n] = (int32_t)(rand_block(1, RAND_TEST, 1, (uint64_t)n).v[0] % (uint32_t)config.vocab);
-    }
-    data.n_valid = batch * T;
+    fill_batch(&data, config.vocab);
     for (int i = 0; i < 3; i++) matmul_peak(square, stream); // warm
     for (int step = -1; step < n_steps; step++) {            // the first step makes the kernels and touches the memory
         if (step == 0) memset(&times, 0, sizeof times);
@@ -180,12 +161,36 @@ static void filter_layer(float *grad, const float *factors, int rank, Stream *st
     }
 }
 
+// Both ways of a step's micro-batches of N rows over a boundary, through one pair of ends: x there and back.
+static int bench_codec(const Codec *codec, float *x, int N, int C, int T, unsigned char *message, int64_t cap,
+                       double *took, Stream *stream) {
+    CodecEnd ends[2];
+    CodecShape shape = {C, N, T, 1, N / T};
+    CodecContext context = codec_context(1, 0, 0, 3, 1);
+    int64_t *samples = (int64_t *)calloc((size_t)(N / T), sizeof *samples), n_bytes;
+    int failed = samples == NULL || codec_end_init(&ends[0], codec, shape) || codec_end_init(&ends[1], codec, shape);
+    if (failed) return error_set("out of memory");
+    for (int s = 0; s < N / T; s++) samples[s] = s;
+    context.training = 1, context.T = T, context.samples = samples;
+    for (int warm = 1; warm >= 0; warm--) // the first visit of aqsgd is not the one that counts
+        MEDIAN_SECONDS(took, 5, {
+            for (int back = 0; back < 2; back++) {
+                context.direction = (CodecDirection)back;
+                n_bytes = codec_encode(codec, &ends[back], &context, x, N, C, message, cap, stream);
+                failed |=
+                    n_bytes < 0 || codec_decode(codec, &ends[1 - back], &context, message, n_bytes, x, N, C, stream);
+            }
+        });
+    for (int i = 0; i < 2; i++) codec_end_free(&ends[i]);
+    free(samples);
+    return failed;
+}
+
 static int bench_mesh(Precision precision) {
     enum { C = 768, F = 2048, L = 12, N = 1024, STAGES = 4, MICRO = 4, RANK = 128 };
     double step, took;
     Stream *stream = NULL;
     Codec codec;
-    CodecContext context = codec_context(1, 0, 0, 3, 1);
     if (bench_model("124M", "124m", 16, 256, 4, precision, 3, &step)) return -1;
     if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
     size_t grads = (size_t)4 * C * C + (size_t)3 * F * C, factors = (size_t)(C + F) * C + C;
@@ -201,15 +206,17 @@ static int bench_mesh(Precision precision) {
                full ? "spectral filter, full rank" : "spectral filter, rank 128", 1e3 * L * took,
                100.0 * L * took / step);
     }
-    codec_init(&codec, C, 0.95f, MASK_SCALE_NONE, WIRE_BF16, 1);
-    int64_t n_bytes = codec_bytes(&codec, &context, N, C);
-    MEDIAN_SECONDS(&took, 5, {
-        codec_encode(&codec, NULL, &context, x, N, C, message, (int64_t)sizeof(float) * N * C, stream);
-        codec_decode(&codec, NULL, &context, message, n_bytes, x, N, C, stream);
-    });
-    took *= 2.0 * MICRO * (STAGES - 1); // forward and backward
-    printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", "mask codec, p 0.95, 3 boundaries", 1e3 * took,
-           100.0 * took / step);
+    for (int kind = 0; kind < CODEC_KINDS; kind++) {
+        char label[64];
+        int takes_budget = kind == CODEC_MASK || kind == CODEC_TOPK || kind == CODEC_BOTTLENECK;
+        codec_init(&codec, C, takes_budget ? 0.95f : 0.0f, MASK_SCALE_NONE, WIRE_BF16, 1);
+        codec.kind = (CodecKind)kind;
+        for (size_t i = 0; i < (size_t)N * C; i++) x[i] = base[i];
+        if (bench_codec(&codec, x, N, C, 256, message, (int64_t)sizeof(float) * N * C, &took, stream)) return -1;
+        took *= MICRO * (STAGES - 1);
+        snprintf(label, sizeof label, "codec %s, 3 boundaries", codec_name(codec.kind));
+        printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", label, 1e3 * took, 100.0 * took / step);
+    }
     float *u = (float *)malloc(sizeof(float) * F * RANK), *v = (float *)malloc(sizeof(float) * F * RANK), s[RANK];
     if (u == NULL || v == NULL) return error_set("out of memory");
     double square, tall;

@@ -10,42 +10,17 @@
 #include <stdint.h>    // fixed-width integers
 #include <type_traits> // is_same
 
-#include "codec_end.h"    // CodecEnd
-#include "codec_format.h" // Codec, CodecContext, codec_bytes
-#include "device.cuh"     // floatX, Stream, LAUNCH, scratch_get, device_copy
-#include "klt.cuh"        // klt_encode, klt_decode
-#include "elements.cuh"   // elements_do, values_load, values_store
-#include "mask.cuh"       // mask_gather, mask_scatter
-
-template <typename To, typename From> struct CodecConvertOp {
-    To *to;
-    const From *from;
-    template <int WIDTH> __device__ void at(int64_t i) const {
-        values_store(to + i, values_load<WIDTH>(from + i));
-    }
-};
-
-// to[i] = from[i] in another type. A thread for 8 values (elements.cuh), blocks of 256; any n and addresses, no shared
-// memory. Moves 6n bytes.
-template <typename To, typename From>
-__global__ static void __launch_bounds__(ELEMENTS_BLOCK)
-    codec_convert_kernel(CodecConvertOp<To, From> op, Elements range) {
-    elements_do<8>(op, range);
-}
-
-template <typename To, typename From>
-static inline void codec_convert(To *to, const From *from, int64_t n, Stream *stream) {
-    CodecConvertOp<To, From> op = {to, from};
-    Elements range = elements_of(n, 8, aligned_16(to, from));
-    LAUNCH((codec_convert_kernel<To, From>), range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
-}
-
-// Scratch for a message; NULL with the stream failed. One byte at least, so that an empty message is no failure.
-static inline void *codec_scratch(int64_t n_bytes, Stream *stream) {
-    void *scratch = scratch_get(&stream->scratch[SCRATCH_OP], n_bytes > 0 ? (size_t)n_bytes : 1);
-    if (scratch == NULL) stream->failed = 1;
-    return scratch;
-}
+#include "codec_aqsgd.cuh"      // codec_aqsgd_encode
+#include "codec_bottleneck.cuh" // codec_bottleneck_encode
+#include "codec_end.h"          // CodecEnd
+#include "codec_format.h"       // Codec, CodecContext, codec_bytes
+#include "codec_message.cuh"    // codec_scratch
+#include "codec_quant.cuh"      // codec_quant_encode
+#include "codec_topk.cuh"       // codec_topk_encode
+#include "device.cuh"           // floatX, Stream, LAUNCH, scratch_get, device_copy
+#include "elements.cuh"         // elements_do, values_load, values_store
+#include "klt.cuh"              // klt_encode, klt_decode
+#include "mask.cuh"             // mask_gather, mask_scatter
 
 // out = x (n) on the device, as values of type Wired. Returns 0 or -1.
 template <typename Wired, typename T>
@@ -178,6 +153,12 @@ static inline int64_t codec_encode(const Codec *codec, CodecEnd *end, const Code
                                    int n, int H, void *out, int64_t cap, Stream *stream) {
     switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
     case CODEC_MASK: return codec_mask_encode(codec, context, x, n, H, out, cap, stream);
+    case CODEC_QUANT8:
+    case CODEC_QUANT4:
+    case CODEC_TAHQUANT: return codec_quant_encode(codec, context, x, n, H, out, cap, stream);
+    case CODEC_TOPK: return codec_topk_encode(codec, end, context, x, n, H, out, cap, stream);
+    case CODEC_BOTTLENECK: return codec_bottleneck_encode(codec, end, context, x, n, H, out, cap, stream);
+    case CODEC_AQSGD: return codec_aqsgd_encode(codec, end, context, x, n, H, out, cap, stream);
     case CODEC_KLT: return codec_klt_encode(codec, end, context, x, n, H, out, cap, stream);
     default: return codec_encode_dense(codec, x, (int64_t)n * H, out, cap, stream);
     }
@@ -189,6 +170,12 @@ static inline int codec_decode(const Codec *codec, CodecEnd *end, const CodecCon
                                int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
     switch (codec_is_dense(codec, context, H) ? CODEC_NONE : codec->kind) {
     case CODEC_MASK: return codec_mask_decode(codec, context, in, n_bytes, x, n, H, stream);
+    case CODEC_QUANT8:
+    case CODEC_QUANT4:
+    case CODEC_TAHQUANT: return codec_quant_decode(codec, context, in, n_bytes, x, n, H, stream);
+    case CODEC_TOPK: return codec_topk_decode(codec, end, context, in, n_bytes, x, n, H, stream);
+    case CODEC_BOTTLENECK: return codec_bottleneck_decode(codec, end, context, in, n_bytes, x, n, H, stream);
+    case CODEC_AQSGD: return codec_aqsgd_decode(codec, end, context, in, n_bytes, x, n, H, stream);
     case CODEC_KLT: return codec_klt_decode(codec, end, context, in, n_bytes, x, n, H, stream);
     default: return codec_decode_dense(codec, in, n_bytes, x, (int64_t)n * H, stream);
     }

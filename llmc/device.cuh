@@ -126,6 +126,7 @@ static inline void *device_host_alloc(size_t n_bytes) {
     cudaError_t error = cudaHostAlloc(&pointer, n_bytes > 0 ? n_bytes : 1, cudaHostAllocPortable);
     if (error == cudaSuccess) return pointer;
     error_set("%.1f MB of pinned memory: %s%s", 1e-6 * (double)n_bytes, cudaGetErrorString(error), cuda_hint(error));
+    (void)cudaGetLastError(); // as above
     return NULL;
 }
 
@@ -175,7 +176,7 @@ typedef struct Stream {
     int device;
     cudaStream_t cuda;
     cublasLtHandle_t blas;
-    cusolverDnHandle_t solver; // bound to this stream
+    cusolverDnHandle_t solver; // bound to this stream; NULL until its first factorization
     Scratch scratch[SCRATCH_COUNT];
     Kept kept[KEPT_COUNT];
     int failed; // an op failed; error_message says which
@@ -244,7 +245,10 @@ static inline void device_library(char *text, size_t size) {
 }
 
 static inline void stream_destroy(Stream *stream) {
+    int before = 0;
     if (stream == NULL) return;
+    (void)cudaGetDevice(&before);
+    (void)cudaSetDevice(stream->device); // a library's handle is destroyed where it was made
     if (stream->cuda != NULL) (void)cudaStreamSynchronize(stream->cuda);
     for (int i = 0; i < KEPT_COUNT; i++)
         if (stream->kept[i].data != NULL) stream->kept[i].destroy(stream->kept[i].data);
@@ -252,6 +256,7 @@ static inline void stream_destroy(Stream *stream) {
     if (stream->blas != NULL) (void)cublasLtDestroy(stream->blas);
     if (stream->solver != NULL) (void)cusolverDnDestroy(stream->solver);
     if (stream->cuda != NULL) (void)cudaStreamDestroy(stream->cuda);
+    (void)cudaSetDevice(before);
     free(stream);
 }
 
@@ -261,9 +266,6 @@ static inline int stream_start(Stream *stream) {
     CUDA_CHECK(cudaGetDevice(&stream->device));
     CUDA_CHECK(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking));
     if (cublasLtCreate(&stream->blas) != CUBLAS_STATUS_SUCCESS) return error_set("cuBLASLt does not start on this GPU");
-    if (cusolverDnCreate(&stream->solver) != CUSOLVER_STATUS_SUCCESS ||
-        cusolverDnSetStream(stream->solver, stream->cuda) != CUSOLVER_STATUS_SUCCESS)
-        return error_set("cuSOLVER does not start on this GPU");
     return 0;
 }
 

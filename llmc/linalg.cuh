@@ -130,9 +130,23 @@ static inline void linalg_unit_range(float *values, int64_t n, Stream *stream) {
     if (largest != NULL) LAUNCH(linalg_divide_kernel, linalg_blocks(n), 256, 0, stream, values, largest, n);
 }
 
-// 0, or -1 if one of n values is infinite or NaN, or the stream has failed. Waits for the stream.
+// The stream's cuSOLVER, made here and not with the stream: it takes memory and time that most streams never need.
+static inline int linalg_start(Stream *stream) {
+    cusolverDnHandle_t solver = NULL;
+    if (stream->solver != NULL) return 0;
+    if (cusolverDnCreate(&solver) == CUSOLVER_STATUS_SUCCESS &&
+        cusolverDnSetStream(solver, stream->cuda) == CUSOLVER_STATUS_SUCCESS) {
+        stream->solver = solver;
+        return 0;
+    }
+    if (solver != NULL) (void)cusolverDnDestroy(solver);
+    return error_set("cuSOLVER does not start on this GPU");
+}
+
+// Before a factorization: 0, or -1 if cuSOLVER does not start, one of n values is infinite or NaN, or the stream has
+// failed. Waits for the stream.
 static inline int linalg_check(const float *values, int64_t n, const char *what, Stream *stream) {
-    if (stream_check(stream)) return -1;
+    if (stream_check(stream) || linalg_start(stream)) return -1;
     const unsigned int *largest = linalg_largest(values, n, stream);
     float size = NAN;
     if (largest != NULL) device_copy(&size, largest, sizeof size, stream);

@@ -55,9 +55,12 @@ static inline int nccl_status(ncclResult_t result, const char *call, int line) {
 
 static inline void nccl_destroy(Nccl *nccl) {
     if (nccl == NULL) return;
-    for (int i = 0; i < nccl->n_devices; i++) {
+    for (int i = 0; i < nccl->n_devices; i++)
         if (nccl->cuda[i] != NULL) cudaStreamSynchronize(nccl->cuda[i]);
+    // The communicators of a process end together, with the last one's call: only then are the streams theirs no more.
+    for (int i = 0; i < nccl->n_devices; i++)
         if (nccl->comm[i] != NULL) ncclCommDestroy(nccl->comm[i]);
+    for (int i = 0; i < nccl->n_devices; i++) {
         if (nccl->ready[i] != NULL) cudaEventDestroy(nccl->ready[i]);
         if (nccl->done[i] != NULL) cudaEventDestroy(nccl->done[i]);
         if (nccl->cuda[i] != NULL) cudaStreamDestroy(nccl->cuda[i]);

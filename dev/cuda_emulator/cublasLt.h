@@ -51,6 +51,7 @@ typedef enum {
 
 typedef struct EmuBlas {
     uint32_t magic; // EMU_BLAS_MAGIC while it lives
+    int device;     // current when it was made: the only one it works for
 } * cublasLtHandle_t;
 
 typedef struct EmuBlasProduct {
@@ -104,13 +105,14 @@ static inline const char *cublasLtGetStatusString(cublasStatus_t status) {
 
 static inline cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
     openblas_set_num_threads(1); // the same bits on every machine
-    *handle = new EmuBlas{EMU_BLAS_MAGIC};
+    *handle = new EmuBlas{EMU_BLAS_MAGIC, emu::current_device};
     return CUBLAS_STATUS_SUCCESS;
 }
 
 static inline cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
     if (handle == NULL || handle->magic != EMU_BLAS_MAGIC)
         return emu_blas_refuse(CUBLAS_STATUS_NOT_INITIALIZED, "no such handle");
+    emu::check_current(handle->device, "cublasLtDestroy");
     handle->magic = 0;
     delete handle;
     return CUBLAS_STATUS_SUCCESS;
@@ -271,6 +273,9 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMat
     const void *const data[4] = {A, B, C, D};
     cublasStatus_t status = emu_blas_check(handle, product, layout);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
+    emu::check_current(handle->device, "cublasLtMatmul");
+    if (emu::stream_of(stream)->device != handle->device)
+        return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the stream is of another device than the handle");
     if (alpha == NULL || beta == NULL || algo == NULL)
         return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "alpha, beta or the algorithm is NULL");
     if (memcmp(&algo->product, product, sizeof *product) != 0)

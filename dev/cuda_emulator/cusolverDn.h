@@ -36,15 +36,17 @@ typedef enum { CUBLAS_FILL_MODE_LOWER = 0, CUBLAS_FILL_MODE_UPPER = 1 } cublasFi
 
 typedef struct EmuSolver {
     cudaStream_t stream;
+    int device; // current when it was made: the only one it works for
 } * cusolverDnHandle_t;
 
 static inline cusolverStatus_t cusolverDnCreate(cusolverDnHandle_t *handle) {
     openblas_set_num_threads(1); // the same bits on every machine
-    *handle = new EmuSolver{NULL};
+    *handle = new EmuSolver{NULL, emu::current_device};
     return CUSOLVER_STATUS_SUCCESS;
 }
 
 static inline cusolverStatus_t cusolverDnDestroy(cusolverDnHandle_t handle) {
+    emu::check_current(handle->device, "cusolverDnDestroy");
     delete handle;
     return CUSOLVER_STATUS_SUCCESS;
 }
@@ -75,6 +77,7 @@ static inline cusolverStatus_t cusolverDnSgesvd_bufferSize(cusolverDnHandle_t ha
     float answer, none = 0.0f;
     int query = -1, info = 0;
     if (handle == NULL || m < n || n < 1) return CUSOLVER_STATUS_INVALID_VALUE;
+    emu::check_current(handle->device, "cusolverDnSgesvd");
     sgesvd_("S", "S", &m, &n, &none, &m, &none, &none, &m, &none, &n, &answer, &query, &info, 1, 1);
     *lwork = (int)answer;
     return CUSOLVER_STATUS_SUCCESS;
@@ -101,6 +104,7 @@ static inline cusolverStatus_t cusolverDnSgeqrf_bufferSize(cusolverDnHandle_t ha
     float answer, none = 0.0f;
     int query = -1, info = 0;
     if (handle == NULL || m < 1 || n < 1 || lda < m) return CUSOLVER_STATUS_INVALID_VALUE;
+    emu::check_current(handle->device, "cusolverDnSgeqrf");
     sgeqrf_(&m, &n, &none, &lda, &none, &answer, &query, &info);
     *lwork = (int)answer;
     return CUSOLVER_STATUS_SUCCESS;
@@ -122,6 +126,7 @@ static inline cusolverStatus_t cusolverDnSorgqr_bufferSize(cusolverDnHandle_t ha
     float answer, none = 0.0f;
     int query = -1, info = 0;
     if (handle == NULL || n < 1 || m < n || k < 1 || k > n || lda < m) return CUSOLVER_STATUS_INVALID_VALUE;
+    emu::check_current(handle->device, "cusolverDnSorgqr");
     sorgqr_(&m, &n, &k, &none, &lda, &none, &answer, &query, &info);
     *lwork = (int)answer;
     return CUSOLVER_STATUS_SUCCESS;
@@ -143,6 +148,7 @@ static inline cusolverStatus_t cusolverDnSsyevd_bufferSize(cusolverDnHandle_t ha
                                                            cublasFillMode_t, int n, const float *, int lda,
                                                            const float *, int *lwork) {
     if (handle == NULL || n < 1 || lda < n || jobz != CUSOLVER_EIG_MODE_VECTOR) return CUSOLVER_STATUS_INVALID_VALUE;
+    emu::check_current(handle->device, "cusolverDnSsyevd");
     *lwork = 1 + 6 * n + 2 * n * n + 3 + 5 * n;
     return CUSOLVER_STATUS_SUCCESS;
 }

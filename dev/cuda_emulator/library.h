@@ -1,4 +1,5 @@
-// What the emulator's stand-ins for libraries share: is memory the device's, and work for a stream.
+// What the emulator's stand-ins for libraries share: is memory the device's, is its device current, and work for a
+// stream.
 #ifndef EMULATOR_LIBRARY_H
 #define EMULATOR_LIBRARY_H
 
@@ -13,6 +14,12 @@ inline bool is_device(const void *pointer, size_t n_bytes) {
     if (device < 0) return false;
     auto piece = piece_below(arenas[device].live, pointer);
     return piece != arenas[device].live.end() && (const char *)pointer + n_bytes <= piece->first + piece->second;
+}
+
+// A handle serves the device that was current when it was made, which must be current whenever it is used or destroyed.
+inline void check_current(int device, const char *call) {
+    if (device != current_device)
+        die("%s: the handle is of device %d, but device %d is current", call, device, current_device);
 }
 
 } // namespace emu

@@ -39,6 +39,7 @@ struct EmuNcclClique;
 typedef struct EmuNcclComm {
     EmuNcclClique *clique;
     int rank, device;
+    cudaStream_t last; // stream of its last call
     cudaEvent_t arrived, done;
     std::deque<EmuNcclCall> calls; // of the open group
 } * ncclComm_t;
@@ -82,7 +83,7 @@ static inline ncclResult_t ncclCommInitAll(ncclComm_t *comms, int n, const int *
     }
     EmuNcclClique *clique = new EmuNcclClique{{}, n};
     for (int i = 0; i < n; i++) {
-        comms[i] = new EmuNcclComm{clique, i, devices[i], nullptr, nullptr, {}};
+        comms[i] = new EmuNcclComm{clique, i, devices[i], nullptr, nullptr, nullptr, {}};
         clique->ranks.push_back(comms[i]);
         if (cudaSetDevice(devices[i]) != cudaSuccess ||
             cudaEventCreateWithFlags(&comms[i]->arrived, cudaEventDisableTiming) != cudaSuccess ||
@@ -93,11 +94,13 @@ static inline ncclResult_t ncclCommInitAll(ncclComm_t *comms, int n, const int *
     return ncclSuccess;
 }
 
-// The last rank to go takes the clique with it.
+// The last rank to go takes the clique with it, and until then all may still look at their streams.
 static inline ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     EmuNcclClique *clique = comm->clique;
     if (--clique->n_live > 0) return ncclSuccess;
     for (ncclComm_t rank : clique->ranks) {
+        if (rank->last != nullptr && !emu_is_stream(rank->last))
+            emu::die("ncclCommDestroy: the stream of rank %d has gone before its communicator", rank->rank);
         cudaEventDestroy(rank->arrived);
         cudaEventDestroy(rank->done);
         delete rank;
@@ -191,6 +194,7 @@ static inline ncclResult_t emu_nccl_call(ncclComm_t comm, EmuNcclCall call) {
     for (EmuNcclClique *clique : emu_nccl_waiting) known = known || clique == comm->clique;
     if (!known) emu_nccl_waiting.push_back(comm->clique);
     comm->calls.push_back(call);
+    comm->last = call.stream;
     ncclGroupStart(); // a call on its own is a group of one
     return ncclGroupEnd();
 }

@@ -236,6 +236,21 @@ static void fault_stream_of_other_device(void) {
     LAUNCH(add_kernel, 1, 32, 0, test_stream, x, 1.0f, 100);
 }
 
+static void fault_handle_of_other_device(void) {
+    emu::n_devices = 2;
+    cudaSetDevice(1);
+    cublasLtDestroy(test_stream->blas);
+}
+
+static void fault_solver_of_other_device(void) {
+    int work_size;
+    cusolverDnHandle_t solver;
+    emu::n_devices = 2;
+    cusolverDnCreate(&solver);
+    cudaSetDevice(1);
+    cusolverDnSgesvd_bufferSize(solver, 4, 4, &work_size);
+}
+
 __global__ static void ldmatrix_kernel(float *x) {
     DYNAMIC_SHARED(float, shared);
     uint32_t r[4];
@@ -572,6 +587,8 @@ static void test_faults(void) {
     check_fault(fault_copy_past, "leaves its piece of device memory");
     check_fault(fault_other_device, "which is not its own");
     check_fault(fault_stream_of_other_device, "invalid resource handle");
+    check_fault(fault_handle_of_other_device, "cublasLtDestroy: the handle is of device 0, but device 1 is current");
+    check_fault(fault_solver_of_other_device, "cusolverDnSgesvd: the handle is of device 0, but device 1 is current");
 #if EMU_ASAN
     check_fault(fault_use_after_free, "AddressSanitizer");
     check_fault(fault_static_shared, "AddressSanitizer");

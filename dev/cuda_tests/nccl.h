@@ -100,6 +100,18 @@ static void nccl_sums(int n) {
 }
 
 #ifdef CUDA_EMULATOR
+static void fault_stream_before_communicator(void) {
+    static const int devices[1] = {0};
+    ncclComm_t comm;
+    cudaStream_t stream;
+    float *x = device_nan<float>(8);
+    ncclCommInitAll(&comm, 1, devices);
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    ncclAllReduce(x, x, 8, ncclFloat32, ncclSum, comm, stream);
+    cudaStreamDestroy(stream);
+    ncclCommDestroy(comm);
+}
+
 // Where the library would wait for ever or damage memory, the emulator's says so.
 static void nccl_planted(void) {
     int devices[2] = {0, 1};
@@ -118,6 +130,7 @@ static void nccl_planted(void) {
     check(ncclAllReduce(far, far, 8, ncclFloat32, ncclSum, comms[0], NULL) == ncclInvalidArgument, "another device's");
     ncclCommDestroy(comms[0]);
     ncclCommDestroy(comms[1]);
+    check_fault(fault_stream_before_communicator, "the stream of rank 0 has gone before its communicator");
     device_release(near, 8, "near");
     need_cuda(cudaSetDevice(1), "device");
     device_release(far, 8, "far");
