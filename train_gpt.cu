@@ -3268,11 +3268,18 @@ static int take_delivery(Trainer *trainer, StepResult *result) {
     return 0;
 }
 
+// Fast steps from the snapshot at work to its delivery. Tables grow old quickest at the start, where weights move most:
+// there a pass is due after as many steps as were done before it, so tables are of step 0, 0, 1, 2, 4, 8 and so on.
+static int64_t delivery_delay(const Trainer *trainer) {
+    int64_t delay = trainer->anchor_delay, launched = trainer->anchor.launched;
+    return trainer->anchor.learns && launched < delay ? larger(launched, 1) : delay;
+}
+
 // Before a step: takes the anchor's factors if they are due, and gives it the next snapshot.
 static int meet_anchor(Trainer *trainer, StepResult *result) {
     Anchor *anchor = &trainer->anchor;
     if (anchor->launched >= 0) {
-        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + trainer->anchor_delay;
+        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + delivery_delay(trainer);
         if (trainer->anchor_delay > 0 && !due) return 0;
         if (anchor_state(anchor, due) == ANCHOR_WORKING) return 0;
         if (take_delivery(trainer, result)) return -1;
