@@ -176,9 +176,9 @@ static inline int klt_buffers(KltBuffers *b, KltWork *work, int n, int H, int K)
     size_t bytes = 4 * (2 * wide + narrow + 2 * rows) + 2 * (narrow + rows);
     float *at = (float *)scratch_get(&work->device, bytes);
     if (at == NULL) return -1;
-    b->projected = at, b->sizes = at + narrow, b->tokens = (uint32_t *)(b->sizes + rows);
-    b->symbols = (int16_t *)(b->tokens + rows), b->scales = b->symbols + narrow;
-    b->predicted = (float *)(b->scales + rows), b->centered = b->predicted + wide;
+    b->projected = at, b->sizes = at + narrow, b->tokens = (uint32_t *)(void *)(b->sizes + rows);
+    b->symbols = (int16_t *)(void *)(b->tokens + rows), b->scales = b->symbols + narrow;
+    b->predicted = (float *)(void *)(b->scales + rows), b->centered = b->predicted + wide;
     return 0;
 }
 

@@ -284,8 +284,9 @@ static inline unsigned char *klt_plan_blob(const KltPlan *plan, const float *bas
                                            const float *predictor, const KltSettings *settings, int64_t *n_bytes) {
     size_t H = (size_t)plan->head.H, K = (size_t)plan->head.K;
     *n_bytes = klt_table_bytes(&plan->head);
-    unsigned char *blob = (unsigned char *)malloc((size_t)*n_bytes), *at = blob + KLT_HEADER;
+    unsigned char *blob = (unsigned char *)malloc((size_t)*n_bytes), *at;
     if (blob == NULL) return NULL;
+    at = blob + KLT_HEADER;
     klt_table_put_head(blob, &plan->head);
     for (size_t h = 0; h < H; h++)
         for (size_t k = 0; k < K; k++) at = klt_put_bf16(at, basis[h * H + k]);
@@ -418,7 +419,7 @@ static inline int klt_project_sample(float *y, const KltFit *fit, const KltMomen
     float *values = (float *)scratch_get(&work->device, sizeof(float) * (2 * wide + (size_t)H + rows));
     if (values == NULL) return -1;
     float *other = values + wide, *offset = other + wide;
-    uint32_t *tokens = (uint32_t *)(offset + H);
+    uint32_t *tokens = (uint32_t *)(void *)(offset + H);
     device_copy(values, m->sample, sizeof(float) * wide, stream);
     if (embedding != NULL) {
         device_copy(tokens, m->tokens, sizeof *tokens * (size_t)S, stream);
@@ -435,7 +436,7 @@ static inline int klt_project_sample(float *y, const KltFit *fit, const KltMomen
         for (int t = 0; t < S; t++) ones[t] = -1.0f;
         device_copy(offset, fit->offset, sizeof(float) * (size_t)H, stream);
         device_copy(tokens, ones, sizeof(float) * (size_t)S, stream);
-        matmul_product(values, H, (float *)tokens, 1, 0, offset, H, 0, S, H, 1, 0, 1, stream);
+        matmul_product(values, H, (float *)(void *)tokens, 1, 0, offset, H, 0, S, H, 1, 0, 1, stream);
     }
     matmul_product(other, H, values, H, 0, fit->v, H, 0, S, H, H, 0, 0, stream);
     device_copy(y, other, sizeof(float) * wide, stream);
