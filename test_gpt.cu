@@ -4724,11 +4724,17 @@ static double squared_error(const float *a, const float *b, int n) {
 }
 
 // tahquant: bits go where they are needed, and rotated groups bear an outlier better; both against the plain rows.
-// Must fail for: bits by scale^2, a rotation left out on one side, a scale of 1/64.
+// Must fail for: bits by sqrt(scale), a rotation left out on one side, a scale of 1/64.
 static void test_codec_tahquant(void) {
     enum { N = 5, H = 300 };
     Wired tah, plain;
     int64_t n_bytes, plain_bytes;
+    static const uint16_t scales[] = {0x4000, 0x3F80, 0x3F80, 0x3F80}; // 2, 1, 1, 1 as bf16
+    unsigned char bits[4];
+    QuantRow row = {256, 2, 1, 0};
+    quant_bits(bits, scales, row); // by hand
+    check(bits[0] == 3 && bits[1] == 2 && bits[2] == 2 && bits[3] == 1, "bits %d %d %d %d", bits[0], bits[1], bits[2],
+          bits[3]);
     wired_open(&tah, CODEC_TAHQUANT, 0.0f, WIRE_BF16, N, H, N);
     wired_open(&plain, CODEC_AQSGD, 0.0f, WIRE_BF16, N, H, N);
     float *x = random_values(N * H, 62, 1.0f), *zeros = (float *)calloc(N * H, sizeof(float));
@@ -5208,6 +5214,7 @@ static void test_codec_runs(void) {
             i, i == 0 ? "--codec quant8" : cases[i].words);
         check_run(0, NULL, command, "validation loss");
     }
+    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "codec, the host's");
     check_run(1, NULL, SMALL "--codec topk -y 2 --dry-run", "--codec topk sends what -p leaves; give -p");
     check_run(1, NULL, SMALL "--codec topk -p 0.99 -y 2 --dry-run", "too few for one and its index");
     check_run(1, NULL, SMALL "--codec quant4 -p 0.9 -y 2 --dry-run", "leave out -p, or choose another codec");

@@ -1361,17 +1361,25 @@ static int mesh_alloc(Mesh *mesh, Stream *stream) {
     return mesh->message != NULL ? mesh_alloc_gpus(mesh) : error_set("out of memory for messages");
 }
 
-// What the ends of all boundaries remember. n_samples: windows of the training data, 0 without training.
+// The shape of end number i. n_samples: windows of the training data, 0 without training.
+static CodecShape mesh_end_shape(const Mesh *mesh, int i, int64_t n_samples) {
+    const Stage *before = &mesh_cell(mesh, 0, i / 2 % (mesh->n_stages - 1))->stage;
+    int T = before->max_T, in_flight = before->slots * mesh->n_gpus;
+    CodecShape shape = {before->config.channels, before->max_B * T, T, in_flight, n_samples};
+    return shape;
+}
+
+static int mesh_n_ends(const Mesh *mesh) {
+    return 2 * mesh->n_replicas * (mesh->n_stages - 1);
+}
+
+// What the ends of all boundaries remember.
 static int mesh_alloc_ends(Mesh *mesh, int64_t n_samples) {
-    int n_ends = 2 * mesh->n_replicas * (mesh->n_stages - 1);
+    int n_ends = mesh_n_ends(mesh);
     mesh->ends = (CodecEnd *)calloc((size_t)n_ends + 1, sizeof(CodecEnd));
     if (mesh->ends == NULL) return error_set("out of memory for the codec");
-    for (int i = 0; i < n_ends; i++) {
-        const Stage *before = &mesh_cell(mesh, 0, i / 2 % (mesh->n_stages - 1))->stage;
-        int T = before->max_T, in_flight = before->slots * mesh->n_gpus;
-        CodecShape shape = {before->config.channels, before->max_B * T, T, in_flight, n_samples};
-        if (codec_end_init(&mesh->ends[i], &mesh->codec, shape)) return -1;
-    }
+    for (int i = 0; i < n_ends; i++)
+        if (codec_end_init(&mesh->ends[i], &mesh->codec, mesh_end_shape(mesh, i, n_samples))) return -1;
     return 0;
 }
 
@@ -3092,9 +3100,13 @@ static void print_plan(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
     int training = mesh_model(mesh, 0)->training;
     StageBytes bytes;
-    int64_t epoch = trainer->data.train.n_windows, anchor;
+    int64_t epoch = trainer->data.train.n_windows, anchor, codec = 0;
     char schedule[32];
     mesh_bytes(trainer, &bytes, &anchor);
+    for (int i = 0; i < mesh_n_ends(mesh); i++) {
+        CodecShape shape = mesh_end_shape(mesh, i, epoch);
+        codec += codec_end_memory(&mesh->codec, &shape);
+    }
     printf("model: %d layers, d %d, heads %d/%d of %d, ffn %d, vocabulary %d, context %d, %s head\n", c->n_layers,
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
     print_count("parameters", (double)trainer->n_params, "");
@@ -3109,7 +3121,8 @@ static void print_plan(const Trainer *trainer) {
     print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
     print_count("scratch of the ops", (double)bytes.scratch, "B");
     if (anchor > 0) print_count("anchor", (double)anchor, "B");
-    print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor), "B");
+    if (codec > 0) print_count("codec, the host's", (double)codec, "B");
+    print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor + codec), "B");
     if (device_memory() > 0)
         print_count("this device has", (double)device_memory(), "B");
     else

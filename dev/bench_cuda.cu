@@ -407,12 +407,12 @@ static void bench_rows_of_vectors(Bench *bench, const Config *c) {
     });
 }
 
-// The boundary's mask: of 20 values one is kept. Memory is read 32 bytes at a time, so what a gather must read is the
-// share of such pieces in which at least one value is wanted.
+// The boundary's codecs. The mask: of 20 values one is kept. Memory is read 32 bytes at a time, so what a gather must
+// read is the share of such pieces in which at least one value is wanted.
 static int bench_rows_of_codec(Bench *bench, const Config *c, int N) {
     int H = c->channels;
     Codec codec;
-    CodecContext context = {1, 0, 0, 3, 1};
+    CodecContext context = codec_context(1, 0, 0, 3, 1);
     codec_init(&codec, H, 0.95f, MASK_SCALE_NONE, WIRE_BF16, 1);
     int K = codec_values(&codec, &context, H);
     MaskKey key = codec_key(&codec, &context);
@@ -435,11 +435,36 @@ static int bench_rows_of_codec(Bench *bench, const Config *c, int N) {
         CodecContext how = context;
         how.masked = masked;
         bench_row(bench, row_of(name, 0, 0, 0, "%d x %d", N, H), [=](Pieces &p) {
-            if (codec_encode(&codec, &how, p.take<floatX>((int64_t)N * H), N, H, message, n_bytes, stream) < 0)
+            if (codec_encode(&codec, NULL, &how, p.take<floatX>((int64_t)N * H), N, H, message, n_bytes, stream) < 0)
                 stream->failed = 1;
         });
     }
     free(message);
+    QuantRow rows[] = {{H, 8, 0, 0}, {H, 2, 1, 0}, {H, 8, 0, 1}};
+    static const char *const names[] = {"8 bits", "adaptive 2 bits", "rotated 8 bits"};
+    for (int i = 0; i < 3; i++) {
+        QuantRow row = rows[i];
+        int64_t quantized = N * quant_row_bytes(H, row.bits);
+        char label[40];
+        snprintf(label, sizeof label, "quant_encode, %s", names[i]);
+        bench_row(bench, row_of(label, x * N * H + (double)quantized, 0, 0, "%d x %d", N, H), [=](Pieces &p) {
+            uint16_t *out = p.take<uint16_t>(quantized / 2 + 1);
+            quant_encode(out, (const floatX *)p.take<floatX>((int64_t)N * H), N, row, stream);
+        });
+        snprintf(label, sizeof label, "quant_decode, %s", names[i]);
+        bench_row(bench, row_of(label, x * N * H + (double)quantized, 0, 0, "%d x %d", N, H), [=](Pieces &p) {
+            floatX *to = p.take<floatX>((int64_t)N * H);
+            quant_decode(to, p.take<uint16_t>(quantized / 2 + 1), N, row, stream);
+        });
+    }
+    int kept = topk_kept(codec_budget(&codec, H), 2, H), bits = topk_index_bits(H), set_bytes = topk_set_bytes(kept, H);
+    double chosen = x * N * H + (double)N * (set_bytes + 2 * kept);
+    bench_row(bench, row_of("topk_choose", chosen, 0, 0, "%d of %d x %d", kept, N, H), [=](Pieces &p) {
+        unsigned char *sets = p.take<unsigned char>((int64_t)N * set_bytes);
+        uint16_t *index = p.take<uint16_t>((int64_t)N * kept);
+        LAUNCH(topk_choose_kernel, (unsigned)(N / TOPK_TOKENS + 1), dim3(32, TOPK_TOKENS), 0, stream, sets, index,
+               p.take<floatX>((int64_t)N * H), N, H, kept, bits, set_bytes);
+    });
     return 0;
 }
 

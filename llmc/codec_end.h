@@ -118,6 +118,17 @@ static inline int codec_end_init(CodecEnd *end, const Codec *codec, CodecShape s
     return error_set("out of memory for what --codec %s remembers of a boundary", codec_name(codec->kind));
 }
 
+// Bytes of what an end of this shape holds.
+static inline int64_t codec_end_memory(const Codec *codec, const CodecShape *shape) {
+    switch (codec->kind) {
+    case CODEC_TOPK:
+        return (int64_t)shape->slots * shape->n * topk_set_bytes(codec_topk_kept(codec, shape->H), shape->H);
+    case CODEC_BOTTLENECK: return 8 * (int64_t)mask_kept(codec->mask_rate, shape->H) * shape->H;
+    case CODEC_AQSGD: return shape->n_samples * (2 * (int64_t)shape->T * shape->H + 1);
+    default: return 0;
+    }
+}
+
 // Fills in the pieces to be saved and read back in place; returns how many. Sets are of a step, and no step is saved
 // halfway.
 static inline int codec_end_states(const CodecEnd *end, CodecState states[CODEC_STATES]) {

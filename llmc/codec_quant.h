@@ -17,7 +17,7 @@ static inline int quant_group_size(int H, int group) {
     return H - group * QUANT_GROUP < QUANT_GROUP ? H - group * QUANT_GROUP : QUANT_GROUP;
 }
 
-// bits (groups) of a row with these scales; returns the bytes of its codes.
+// bits (groups) of a row with these scales.
 static inline void quant_bits(unsigned char *bits, const uint16_t *scales, QuantRow row) {
     int full = row.H / QUANT_GROUP;
     for (int g = 0; g < quant_groups(row.H); g++) bits[g] = (unsigned char)(row.adaptive && g < full ? 0 : row.bits);
@@ -31,22 +31,37 @@ static inline void quant_bits(unsigned char *bits, const uint16_t *scales, Quant
     }
 }
 
-// x (64) := Hadamard_64 x
-#define QUANT_ROTATE(x)                                                                                                \
-    do {                                                                                                               \
-        for (int half_ = 1; half_ < QUANT_GROUP; half_ *= 2)                                                           \
-            for (int i_ = 0; i_ < QUANT_GROUP; i_++)                                                                   \
-                if ((i_ & half_) == 0) {                                                                               \
-                    __typeof__((x)[0]) a_ = (x)[i_], b_ = (x)[i_ + half_];                                             \
-                    (x)[i_] = a_ + b_, (x)[i_ + half_] = a_ - b_;                                                      \
-                }                                                                                                      \
-    } while (0)
+// x (8, 8) := the sums and differences of its rows by a Hadamard matrix of 8, in place.
+#define QUANT_ROTATE_ROWS(x)                                                                                           \
+    for (int half = 1; half < QUANT_OCTET; half *= 2)                                                                  \
+        for (int i = 0; i < QUANT_OCTET; i++)                                                                          \
+            for (int j = 0; j < QUANT_OCTET && (i & half) == 0; j++) {                                                 \
+                __typeof__((x)[0][0]) a = (x)[i][j], b = (x)[i + half][j];                                             \
+                (x)[i][j] = a + b, (x)[i + half][j] = a - b;                                                           \
+            }
+
+// A function that makes x (64) Hadamard_64 x, for values of a type: within octets, then between them. Octets lie across
+// the rows of a table for the first half, so that both are sums of whole rows.
+#define QUANT_ROTATE(name, type)                                                                                       \
+    static inline void name(type *x) {                                                                                 \
+        type across[QUANT_OCTET][QUANT_OCTET], along[QUANT_OCTET][QUANT_OCTET];                                        \
+        for (int i = 0; i < QUANT_OCTET; i++)                                                                          \
+            for (int j = 0; j < QUANT_OCTET; j++) across[j][i] = x[i * QUANT_OCTET + j];                               \
+        QUANT_ROTATE_ROWS(across)                                                                                      \
+        for (int i = 0; i < QUANT_OCTET; i++)                                                                          \
+            for (int j = 0; j < QUANT_OCTET; j++) along[i][j] = across[j][i];                                          \
+        QUANT_ROTATE_ROWS(along)                                                                                       \
+        memcpy(x, along, sizeof along);                                                                                \
+    }
+
+QUANT_ROTATE(quant_rotate, float)
+QUANT_ROTATE(quant_rotate_levels, int)
 
 // y (size) = what is sent of a group: itself, or rotated.
 static inline void quant_take(float *y, const float *x, int size, int rotated) {
     memcpy(y, x, sizeof(float) * (size_t)size);
     if (!rotated || size < QUANT_GROUP) return;
-    QUANT_ROTATE(y);
+    quant_rotate(y);
     for (int i = 0; i < QUANT_GROUP; i++) y[i] *= 0.125f;
 }
 
@@ -69,33 +84,43 @@ static inline void quant_get_group(float *x, const unsigned char *from, int size
     for (int i = 0; i < size; i += QUANT_OCTET)
         quant_get(level + i, from + i / QUANT_OCTET * bits, size - i < QUANT_OCTET ? size - i : QUANT_OCTET, bits);
     if (rotated && size == QUANT_GROUP) {
-        QUANT_ROTATE(level);
+        quant_rotate_levels(level);
         step *= 0.125f;
     }
     for (int i = 0; i < size; i++) x[i] = (float)level[i] * step;
 }
 
+// scales (groups) and codes of one row. Bits that are not adaptive are known before all scales are: one pass is enough.
+static inline void quant_encode_row(uint16_t *scales, unsigned char *codes, const float *x, QuantRow row) {
+    int G = quant_groups(row.H);
+    unsigned char bits[QUANT_MAX_GROUPS];
+    float y[QUANT_GROUP];
+    for (int g = 0; g < G; g++) {
+        int size = quant_group_size(row.H, g);
+        quant_take(y, x + g * QUANT_GROUP, size, row.rotated);
+        scales[g] = quant_group_scale(y, size);
+        if (row.adaptive) continue;
+        quant_put_group(codes, y, size, quant_scale(scales[g]), row.bits);
+        codes += quant_code_bytes(size, row.bits);
+    }
+    if (!row.adaptive) return;
+    quant_bits(bits, scales, row);
+    for (int g = 0; g < G; codes += quant_code_bytes(quant_group_size(row.H, g), bits[g]), g++) {
+        quant_take(y, x + g * QUANT_GROUP, quant_group_size(row.H, g), row.rotated);
+        quant_put_group(codes, y, quant_group_size(row.H, g), quant_scale(scales[g]), bits[g]);
+    }
+}
+
 // out: n * quant_row_bytes, at any address.
 static inline void quant_encode(void *out, const float *x, int n, QuantRow row, Stream *stream) {
-    int H = row.H, G = quant_groups(H);
-    int64_t code_bytes = quant_code_bytes(H, row.bits);
+    int G = quant_groups(row.H);
+    int64_t code_bytes = quant_code_bytes(row.H, row.bits);
     unsigned char *codes = (unsigned char *)out + (int64_t)n * G * 2;
 #pragma omp parallel for num_threads(stream->threads)
     for (int token = 0; token < n; token++) {
-        const float *from = x + (size_t)token * H;
-        unsigned char bits[QUANT_MAX_GROUPS], *to = codes + token * code_bytes;
         uint16_t scales[QUANT_MAX_GROUPS];
-        float y[QUANT_GROUP];
-        for (int g = 0; g < G; g++) {
-            quant_take(y, from + g * QUANT_GROUP, quant_group_size(H, g), row.rotated);
-            scales[g] = quant_group_scale(y, quant_group_size(H, g));
-        }
+        quant_encode_row(scales, codes + token * code_bytes, x + (size_t)token * row.H, row);
         memcpy((char *)out + (size_t)token * G * 2, scales, 2 * (size_t)G);
-        quant_bits(bits, scales, row);
-        for (int g = 0; g < G; to += quant_code_bytes(quant_group_size(H, g), bits[g]), g++) {
-            quant_take(y, from + g * QUANT_GROUP, quant_group_size(H, g), row.rotated);
-            quant_put_group(to, y, quant_group_size(H, g), quant_scale(scales[g]), bits[g]);
-        }
     }
 }
 
