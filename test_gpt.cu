@@ -1031,7 +1031,7 @@ static void test_model_against_pytorch(void) {
         release(ours, n, "logits");
         free(logits);
         float *expected = dump_values(&f.dump, "", "loss", &n);
-        check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream) == 0, "%s", error_message);
+        check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, NULL, f.stream) == 0, "%s", error_message);
         check(fabs(loss - (double)expected[0]) <= model_tol(1e-6, 2e-3) * (double)expected[0],
               "loss %.8f, PyTorch %.8f", loss, (double)expected[0]);
         free(expected);
@@ -1039,7 +1039,7 @@ static void test_model_against_pytorch(void) {
         expected = dump_values(&f.dump, "", "losses", &n);
         for (int64_t step = 0; step < n; step++) {
             AdamW adam = {0.9f, 0.95f, 1e-8f};
-            stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, f.stream);
+            stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, NULL, f.stream);
             check(fabs(loss - (double)expected[step]) <= model_tol(1e-4, 2e-2) * (double)expected[step],
                   "loss of step %lld: %.8f, %.8f", (long long)step, loss, (double)expected[step]);
             stage_update(&f.stage, adam, 3e-3f, 0.1f, stage_grad_norm(&f.stage, f.stream), 1.0f, step + 1, f.stream);
@@ -1059,9 +1059,9 @@ static void test_model_variants(void) {
         double loss, other_loss;
         if (fixture_open(&plain, names[i], 64, 0, MODEL_PRECISION, 2)) return;
         int64_t n = plain.stage.arena_floats;
-        stage_gradients(&plain.stage, &plain.batch, 64, &loss, NULL, plain.stream);
+        stage_gradients(&plain.stage, &plain.batch, 64, &loss, NULL, NULL, plain.stream);
         if (fixture_open(&other, names[i], 64, 1, MODEL_PRECISION, 2)) return;
-        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, NULL, other.stream);
         const float *grads = seen(plain.stage.grads, n, plain.stream);
         check(loss == other_loss && memcmp(grads, seen(other.stage.grads, n, other.stream), (size_t)n * 4) == 0,
               "--recompute changes the bits");
@@ -1069,19 +1069,19 @@ static void test_model_variants(void) {
         fixture_close(&other);
         if (fixture_open(&other, names[i], 1, 0, MODEL_PRECISION, 2)) return;
         for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
-            stage_gradients(&other.stage, &other.batch, 1, &other_loss, NULL, other.stream);
+            stage_gradients(&other.stage, &other.batch, 1, &other_loss, NULL, NULL, other.stream);
         check(fabs(loss - other_loss) <= model_tol(1e-6, 1e-3) * loss, "micro-batches of 1: loss %g, %g", other_loss,
               loss);
         check_close(seen(other.stage.grads, n, other.stream), grads, n, model_tol(2e-6, 2e-2), "micro-batches of 1");
         fixture_close(&other);
         if (fixture_open(&other, names[i], 64, 0, MODEL_PRECISION, 3)) return;
-        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+        stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, NULL, other.stream);
         check(loss == other_loss && memcmp(grads, seen(other.stage.grads, n, other.stream), (size_t)n * 4) == 0,
               "3 threads give other bits");
         fixture_close(&other);
         if (device_has_bf16() && device_has_fp32()) {
             if (fixture_open(&other, names[i], 64, 0, PRECISION_BF16, 2)) return;
-            stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, other.stream);
+            stage_gradients(&other.stage, &other.batch, 64, &other_loss, NULL, NULL, other.stream);
             check(fabs(loss - other_loss) <= 5e-3 * loss, "bf16: loss %g, %g", other_loss, loss);
             for (int t = 0; t < plain.stage.n_tensors; t++) {
                 const Tensor *tensor = &plain.stage.tensors[t];
@@ -1104,7 +1104,7 @@ static float *variant_gradients(const char *name, int micro_batch, int recompute
         f.batch.n_valid -= f.batch.targets[masked_row * f.batch.T + t] >= 0;
         f.batch.targets[masked_row * f.batch.T + t] = -1;
     }
-    stage_gradients(&f.stage, &f.batch, micro_batch, loss, NULL, f.stream);
+    stage_gradients(&f.stage, &f.batch, micro_batch, loss, NULL, NULL, f.stream);
     *n = f.stage.arena_floats;
     float *copy = (float *)malloc(sizeof(float) * (size_t)*n);
     memcpy(copy, seen(f.stage.grads, *n, f.stream), sizeof(float) * (size_t)*n);
@@ -1143,7 +1143,7 @@ static void test_model_masked(void) {
     if (fixture_open(&f, "untied", 64, 0, MODEL_PRECISION, 2)) return;
     for (int i = 0; i < f.batch.b * f.batch.T; i++) f.batch.targets[i] = -1;
     f.batch.n_valid = 0;
-    stage_gradients(&f.stage, &f.batch, 1, &loss, NULL, f.stream);
+    stage_gradients(&f.stage, &f.batch, 1, &loss, NULL, NULL, f.stream);
     const float *grads = seen(f.stage.grads, f.stage.arena_floats, f.stream);
     for (int64_t i = 0; i < f.stage.arena_floats; i++) sum += fabs((double)grads[i]);
     check(loss == 0.0 && sum == 0.0, "all masked: loss %g, gradient sum %g", loss, sum);
@@ -3004,7 +3004,7 @@ static void test_anchor(void) {
             for (int t = 0; t < whole.n_tensors; at += whole.tensors[t++].n)
                 for (int64_t i = 0; i < whole.tensors[t].n; i++)
                     whole.params[whole.tensors[t].offset + i] = float_of_bf16(bf16_of_float(snapshot[at + i]));
-            stage_gradients(&whole, &anchor->tokens, trainer->B, &loss, NULL, stream);
+            stage_gradients(&whole, &anchor->tokens, trainer->B, &loss, NULL, NULL, stream);
             for (int t = 0; t < whole.n_tensors; t++)
                 check(memcmp(whole.grads + whole.tensors[t].offset, anchor->stage.grads + whole.tensors[t].offset,
                              sizeof(float) * (size_t)whole.tensors[t].n) == 0,
@@ -3568,6 +3568,475 @@ static void test_probe(void) {
     mesh_run_close(whole);
     mesh_run_close(masked);
 }
+
+#ifndef DEVICE_CUDA // test_cuda.cu has these for a device's ops
+// ---------------------------------------------------------------------------------------------------------------------
+// The transform codec: entropy coder, tables, messages
+
+// Codes n values of Laplace's kind with one table and reads them back. Returns the stream's bytes.
+static int64_t rans_round_trip(const RansTable *table, const int *values, int n, int shift) {
+    int64_t cap = 8 * (int64_t)n + 16;
+    unsigned char *buffer = (unsigned char *)malloc((size_t)cap);
+    RansWriter w;
+    RansReader r;
+    int equal = 1;
+    rans_write_begin(&w, buffer, cap);
+    for (int i = n - 1; i >= 0; i--) rans_write_symbol(&w, table, shift, values[i]);
+    int64_t n_bytes = rans_write_end(&w);
+    check(n_bytes >= 4, "%d values were not taken", n);
+    if (n_bytes < 4) n_bytes = 0;
+    unsigned char *stream = (unsigned char *)malloc((size_t)n_bytes); // exactly: a sanitizer sees what lies beyond
+    memcpy(stream, w.at, (size_t)n_bytes);
+    check(rans_read_begin(&r, stream, n_bytes) == 0, "a stream was refused");
+    for (int i = 0; i < n; i++) equal = equal && rans_read_symbol(&r, table, shift) == values[i];
+    check(equal, "%d values with shift %d came back changed", n, shift);
+    check(rans_read_end(&r) == 0, "the stream was not read to its end");
+    for (int64_t cut = 0; cut < n_bytes; cut += 1 + cut / 7) { // every truncation is noticed
+        unsigned char *part = (unsigned char *)malloc((size_t)cut + 1);
+        memcpy(part, stream, (size_t)cut);
+        int refused = rans_read_begin(&r, part, cut) != 0;
+        for (int i = 0; i < n && !refused; i++) rans_read_symbol(&r, table, shift);
+        check(refused || rans_read_end(&r) != 0, "%lld of %lld bytes were accepted", (long long)cut,
+              (long long)n_bytes);
+        free(part);
+    }
+    free(stream);
+    free(buffer);
+    return n_bytes;
+}
+
+// Round trips at the edges, sizes against the entropy, bytes that no writer made.
+// Must fail for: symbols in the wrong order, an escape of 16 bits cut to 15, frequencies off by one.
+static void test_rans(void) {
+    static const int edges[] = {0, 1, -1, 15, -15, 16, -16, 31, -32, 255, -256, 4095, RANS_MAX, -RANS_MAX};
+    enum { N = 20000 };
+    double weights[RANS_SYMBOLS] = {0}, counts[RANS_SYMBOLS] = {0}, bits = 0.0;
+    uint16_t freq[RANS_SYMBOLS];
+    RansTable table;
+    int *values = (int *)malloc(sizeof(int) * N);
+    rans_frequencies(freq, weights);
+    check(rans_table(&table, freq) == 0, "even frequencies");
+    for (int shift = 0; shift <= RANS_MAX_SHIFT; shift += 3)
+        rans_round_trip(&table, edges, sizeof edges / sizeof *edges, shift);
+    float *normal = random_values(N, 500, 2.0f);
+    for (int i = 0; i < N; i++) values[i] = (int)floorf(normal[i] + 0.5f), counts[values[i] + RANS_RANGE] += 1.0;
+    rans_frequencies(freq, counts);
+    check(rans_table(&table, freq) == 0 && freq[RANS_ESCAPE] == 1, "measured frequencies");
+    for (int s = 0; s < RANS_SYMBOLS; s++)
+        if (counts[s] > 0.0) bits -= counts[s] * log2(counts[s] / N);
+    double used = 8.0 * (double)rans_round_trip(&table, values, N, 0);
+    check(used >= bits && used <= bits * 1.005 + 64, "%.0f bits for an entropy of %.0f", used, bits);
+    rans_round_trip(&table, edges, sizeof edges / sizeof *edges, 0); // most of them have no symbol of their own
+    freq[3]++;
+    check(rans_table(&table, freq) != 0, "frequencies that do not add up were taken");
+    freq[3]--, freq[RANS_RANGE]++, freq[RANS_ESCAPE] = 0;
+    check(rans_table(&table, freq) != 0, "a table without an escape was taken");
+    unsigned char small[6];
+    RansWriter w;
+    freq[RANS_RANGE]--, freq[RANS_ESCAPE] = 1;
+    check(rans_table(&table, freq) == 0, "a table");
+    rans_write_begin(&w, small, sizeof small);
+    for (int i = 0; i < 100; i++) rans_write_symbol(&w, &table, 0, edges[i % 14]);
+    check(rans_write_end(&w) == -1, "a stream that does not fit was taken");
+    int accepted = 0;
+    for (uint32_t fuzz = 0; fuzz < 2000; fuzz++) {
+        unsigned char *bytes = (unsigned char *)malloc(40);
+        for (uint32_t i = 0; i < 10; i++) {
+            uint32_t word = rand_block(1, RAND_TEST, fuzz, i).v[0];
+            memcpy(bytes + 4 * i, &word, 4);
+        }
+        RansReader r;
+        int64_t n_bytes = fuzz % 41;
+        unsigned char *exact = (unsigned char *)malloc((size_t)n_bytes + (n_bytes == 0));
+        memcpy(exact, bytes, (size_t)n_bytes);
+        if (rans_read_begin(&r, exact, n_bytes) == 0) {
+            for (int i = 0; i < 100; i++) {
+                int value = rans_read_symbol(&r, &table, (int)(fuzz % 5));
+                check(abs(value) <= RANS_MAX + 1, "value %d", value);
+            }
+            accepted += rans_read_end(&r) == 0;
+        }
+        free(exact);
+        free(bytes);
+    }
+    check(accepted == 0, "%d random streams were accepted", accepted);
+    free(values);
+    free(normal);
+}
+
+// Correlated rows: n tokens z diag(100 (k+1)^-1.5)^1/2 A with an orthonormal A (H, H), and what the bound says of them.
+typedef struct {
+    int H, n;
+    double variance[1024];
+    float *mix; // (H, H)
+} Correlated;
+
+static void correlated_init(Correlated *c, int H, int n, Stream *stream) {
+    c->H = H, c->n = n;
+    c->mix = random_values((int64_t)H * H, 510, 1.0f);
+    for (int k = 0; k < H; k++) c->variance[k] = 100.0 * pow(k + 1, -1.5);
+    check(orthonormalize(c->mix, H, H, stream) == 0, "%s", error_message);
+}
+
+static floatX *correlated_rows(const Correlated *c, uint32_t sub, Stream *stream) {
+    float *z = random_values((int64_t)c->n * c->H, sub, 1.0f);
+    floatX *x = (floatX *)malloc(sizeof(floatX) * (size_t)c->n * (size_t)c->H);
+    for (int t = 0; t < c->n; t++)
+        for (int k = 0; k < c->H; k++) z[t * c->H + k] *= (float)sqrt(c->variance[k]);
+    matmul_product(x, c->H, z, c->H, 0, c->mix, c->H, 1, c->n, c->H, c->H, 0, 0, stream);
+    free(z);
+    return x;
+}
+
+// D(R) of a Gaussian with these variances, at `bits` a token, by reverse water-filling: sum of min(variance, level)
+// with sum of max(0, log2(variance / level) / 2) = bits. active: components above the level.
+static double distortion_bound(const Correlated *c, double bits, int *active) {
+    double low = 1e-9, high = 100.0, sum = 0.0;
+    for (int i = 0; i < 100; i++) {
+        double level = sqrt(low * high), rate = 0.0;
+        for (int k = 0; k < c->H; k++) rate += c->variance[k] > level ? 0.5 * log2(c->variance[k] / level) : 0.0;
+        if (rate > bits)
+            low = level;
+        else
+            high = level;
+    }
+    *active = 0;
+    for (int k = 0; k < c->H; k++) sum += fmin(c->variance[k], low), *active += c->variance[k] > low;
+    return sum;
+}
+
+static KltSettings klt_test_settings(int H, double keep, int stochastic, int fixed) {
+    KltSettings settings = {3, stochastic, fixed, 0.45f, 0.35, 1e-3, 16.0 * keep * H, 5};
+    return settings;
+}
+
+// A table learned from rows of its own, and the end that uses it. embedding: NULL, or moments of embed's rows.
+typedef struct {
+    KltMoments moments;
+    KltWork work;
+    KltTable table;
+    KltEnd end;
+    unsigned char *blob;
+    int64_t n_bytes;
+} KltFixture;
+
+static void klt_fixture(KltFixture *f, const Correlated *c, double keep, int stochastic, int fixed, Stream *stream) {
+    floatX *x = correlated_rows(c, 511, stream);
+    KltSettings settings = klt_test_settings(c->H, keep, stochastic, fixed);
+    memset(f, 0, sizeof *f);
+    check(klt_moments_alloc(&f->moments, c->H, 0, 1024) == 0, "%s", error_message);
+    klt_moments_begin(&f->moments, 0.9f, stream);
+    check(klt_moments_add(&f->moments, x, NULL, NULL, c->n, 2, stochastic, &f->work, stream) == 0, "%s", error_message);
+    f->blob = klt_learn(&f->moments, NULL, NULL, &settings, &f->work, &f->n_bytes, stream);
+    check(f->blob != NULL, "%s", error_message);
+    check(klt_table_load(&f->table, f->blob, f->n_bytes, c->H, stream) == 0, "%s", error_message);
+    KltEnd end = {&f->table, &f->work, NULL, 2.0 * keep * c->H, {0.0, 0.0}};
+    f->end = end;
+    free(x);
+}
+
+static void klt_fixture_free(KltFixture *f) {
+    klt_moments_free(&f->moments);
+    klt_work_free(&f->work);
+    klt_table_free(&f->table);
+    free(f->blob);
+}
+
+static double klt_distance(const floatX *a, const floatX *b, int64_t n) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+    return sum;
+}
+
+// Distortion against the bound, in nats of nothing: bits an active component above what the bound needs for the same
+// distortion are at most `most`. Ten messages: the controller keeps their mean at the budget.
+static double klt_efficiency(const Correlated *c, double keep, int stochastic, int fixed, double most, Stream *stream) {
+    KltFixture f;
+    klt_fixture(&f, c, keep, stochastic, fixed, stream);
+    int64_t values = (int64_t)c->n * c->H, cap = klt_most(&f.end, c->n), total = 0;
+    floatX *out = (floatX *)malloc(sizeof(floatX) * (size_t)values);
+    unsigned char *message = (unsigned char *)malloc((size_t)cap);
+    double distortion = 0.0;
+    int active, rounds = 6;
+    for (int i = 0; i < rounds; i++) {
+        KltMessage which = {5, 0, 1, i, 2};
+        floatX *x = correlated_rows(c, 520 + (uint32_t)i, stream);
+        int64_t n_bytes = klt_encode(&f.end, &which, NULL, x, c->n, c->H, message, cap, stream);
+        check(n_bytes > 0, "%s", error_message);
+        check(klt_decode(&f.end, &which, NULL, message, n_bytes, out, c->n, c->H, stream) == 0, "%s", error_message);
+        if (fixed) check(n_bytes == 8 + (f.table.token_bits * c->n + 7) / 8, "%lld bytes", (long long)n_bytes);
+        distortion += klt_distance(out, x, values) / c->n / rounds;
+        total += n_bytes;
+        free(x);
+    }
+    double each = (double)total / rounds / c->n, budget = 2.0 * keep * c->H;
+    check(fixed ? each <= budget : fabs(each / budget - 1.0) < 0.01, "%.2f bytes a token, budget %.2f", each, budget);
+    double bound = distortion_bound(c, 8.0 * each, &active), low = 0.0, high = 8.0 * each;
+    for (int i = 0; i < 50; i++) { // the rate at which the bound has this distortion
+        double middle = 0.5 * (low + high);
+        int unused;
+        if (distortion_bound(c, middle, &unused) > distortion)
+            low = middle;
+        else
+            high = middle;
+    }
+    double above = (8.0 * each - low) / active;
+    check(distortion > bound, "distortion %.3f, the bound %.3f", distortion, bound);
+    check(above <= most, "rate %.3f bit/component above the bound, %.3f allowed (keep %.3f)", above, most, keep);
+    klt_fixture_free(&f);
+    free(out);
+    free(message);
+    return distortion;
+}
+
+// Against the Gaussian bound D(R), and entropy coding against fixed bits.
+static void test_klt_bound(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Correlated c;
+    correlated_init(&c, 192, 2048, stream);
+    double at_20 = klt_efficiency(&c, 0.05, 0, 0, 0.24, stream), at_10 = klt_efficiency(&c, 0.10, 0, 0, 0.30, stream);
+    double fixed = klt_efficiency(&c, 0.05, 0, 1, 0.32, stream);
+    double gradients = klt_efficiency(&c, 0.05, 1, 0, 0.32, stream);
+    check(at_10 < at_20 && at_20 < 0.93 * fixed && at_20 < gradients, "distortions %.3f %.3f %.3f %.3f", at_10, at_20,
+          fixed, gradients);
+    klt_efficiency(&c, 0.025, 0, 0, 0.24, stream);
+    free(c.mix);
+    stream_destroy(stream);
+}
+
+// Many draws of the same gradient: their mean goes to what the basis keeps of it, as 1 / sqrt(draws).
+// Must fail for: draws that do not depend on the step, rounding to nearest, half a step of bias.
+static void test_klt_unbiased(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Correlated c;
+    KltFixture f;
+    correlated_init(&c, 48, 512, stream);
+    for (int fixed = 0; fixed < 2; fixed++) {
+        klt_fixture(&f, &c, 0.08, 1, fixed, stream);
+        int n = 64, H = c.H, K = f.table.head.K, draws = 600;
+        int64_t values = (int64_t)n * H, cap = klt_most(&f.end, n);
+        floatX *x = correlated_rows(&c, 530, stream), *out = (floatX *)malloc(sizeof(floatX) * (size_t)values);
+        float *kept = guarded(values), *y = guarded((int64_t)n * K);
+        double *sum = (double *)calloc((size_t)values, sizeof(double)), noise = 0.0, off = 0.0;
+        unsigned char *message = (unsigned char *)malloc((size_t)cap);
+        if (fixed) // beyond the outermost levels nothing is unbiased
+            for (int64_t i = 0; i < values; i++) x[i] *= 0.3f;
+        matmul_product(y, K, x, H, 0, f.table.basis, K, 0, n, K, H, 0, 0, stream);
+        matmul_product(kept, H, y, K, 0, f.table.basis, K, 1, n, H, K, 0, 0, stream);
+        for (int i = 0; i < draws; i++) {
+            KltMessage which = {5, 1, 2, i, 0};
+            f.end.control[0] = f.end.control[1] = 0.0;
+            int64_t n_bytes = klt_encode(&f.end, &which, NULL, x, n, H, message, cap, stream);
+            check(klt_decode(&f.end, &which, NULL, message, n_bytes, out, n, H, stream) == 0, "%s", error_message);
+            noise += klt_distance(out, kept, values) / draws;
+            for (int64_t v = 0; v < values; v++) sum[v] += (double)out[v] / draws;
+        }
+        for (int64_t v = 0; v < values; v++) off += (sum[v] - (double)kept[v]) * (sum[v] - (double)kept[v]);
+        check(off < 1.15 * noise / draws && off > 0.85 * noise / draws,
+              "the mean of %d draws is off by %.3g, expected %.3g", draws, off, noise / draws);
+        release(kept, values, "kept");
+        release(y, (int64_t)n * K, "y");
+        klt_fixture_free(&f);
+        free(x);
+        free(out);
+        free(sum);
+        free(message);
+    }
+    free(c.mix);
+    stream_destroy(stream);
+}
+
+// Whatever bytes come: an error or values, never a read beyond them, and x untouched by what is refused.
+static void klt_hostile(KltFixture *f, const KltMessage *which, const unsigned char *good, int64_t n_bytes, int n,
+                        Stream *stream) {
+    int H = f->table.head.H, values = n * H, refused = 0, tries = 0;
+    floatX *out = (floatX *)malloc(sizeof(floatX) * (size_t)values);
+    for (int i = 0; i < values; i++) out[i] = 77.0f;
+    for (int64_t cut = 0; cut < n_bytes; cut += 1 + cut / 9, tries++) {
+        unsigned char *part = (unsigned char *)malloc((size_t)cut + (cut == 0));
+        memcpy(part, good, (size_t)cut);
+        refused += klt_decode(&f->end, which, NULL, part, cut, out, n, H, stream) != 0;
+        free(part);
+    }
+    check(refused == tries, "%d of %d truncated messages were refused", refused, tries);
+    unsigned char *more = (unsigned char *)malloc((size_t)n_bytes + 1);
+    memcpy(more, good, (size_t)n_bytes);
+    more[n_bytes] = 0;
+    check_error(klt_decode(&f->end, which, NULL, more, n_bytes + 1, out, n, H, stream), "klt: ", "a byte more");
+    more[0] ^= 1;
+    check_error(klt_decode(&f->end, which, NULL, more, n_bytes, out, n, H, stream), "of table", "another version");
+    more[0] ^= 1, memset(more + 4, 0xFF, 4);
+    check_error(klt_decode(&f->end, which, NULL, more, n_bytes, out, n, H, stream), "step", "a step of NaN");
+    int untouched = 1;
+    for (int i = 0; i < values; i++) untouched = untouched && out[i] == 77.0f;
+    check(untouched, "a refused message was decoded");
+    for (uint32_t fuzz = 0; fuzz < 300; fuzz++) {
+        memcpy(more, good, (size_t)n_bytes);
+        for (uint32_t i = 0; i <= fuzz % 4; i++) {
+            Philox random = rand_block(2, RAND_TEST, fuzz, i);
+            more[4 + random.v[0] % (n_bytes - 4)] = (unsigned char)random.v[1];
+        }
+        klt_decode(&f->end, which, NULL, more, n_bytes, out, n, H, stream); // any answer will do
+    }
+    free(more);
+    free(out);
+}
+
+// Tables: written and read back, sizes to the byte, and what is not a table.
+static void klt_hostile_tables(const KltFixture *f, Stream *stream) {
+    int H = f->table.head.H, refused = 0, tries = 0;
+    KltTable table;
+    check(f->n_bytes == klt_table_bytes(&f->table.head), "the table has %lld bytes", (long long)f->n_bytes);
+    for (int64_t cut = 0; cut < f->n_bytes; cut += 1 + cut / 5, tries++) {
+        unsigned char *part = (unsigned char *)malloc((size_t)cut + (cut == 0));
+        memcpy(part, f->blob, (size_t)cut);
+        refused += klt_table_load(&table, part, cut, H, stream) != 0;
+        free(part);
+    }
+    check(refused == tries, "%d of %d truncated tables were refused", refused, tries);
+    check_error(klt_table_load(&table, f->blob, f->n_bytes, H + 1, stream), "values", "a table of another width");
+    unsigned char *copy = (unsigned char *)malloc((size_t)f->n_bytes);
+    for (uint32_t fuzz = 0; fuzz < 200; fuzz++) {
+        memcpy(copy, f->blob, (size_t)f->n_bytes);
+        Philox random = rand_block(3, RAND_TEST, fuzz, 0);
+        copy[random.v[0] % (fuzz % 2 ? (uint64_t)f->n_bytes : 32)] = (unsigned char)random.v[1];
+        if (klt_table_load(&table, copy, f->n_bytes, H, stream) == 0) klt_table_free(&table);
+    }
+    free(copy);
+}
+
+static void test_klt_messages(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Correlated c;
+    KltFixture f;
+    correlated_init(&c, 40, 600, stream);
+    for (int kind = 0; kind < 4; kind++) {
+        klt_fixture(&f, &c, 0.1, kind & 1, kind >> 1, stream);
+        int64_t cap = klt_most(&f.end, c.n);
+        KltMessage which = {5, 1, 2, 7, 3};
+        floatX *x = correlated_rows(&c, 540, stream), *out = (floatX *)malloc(sizeof(floatX) * (size_t)(c.n * c.H));
+        unsigned char *message = (unsigned char *)malloc((size_t)cap);
+        for (int n = 1; n <= 600; n += n == 1 ? 299 : 300) { // pieces of 256: one token, a short second piece, three
+            int64_t n_bytes = klt_encode(&f.end, &which, NULL, x, n, c.H, message, klt_most(&f.end, n), stream);
+            check(n_bytes > 0 && n_bytes <= klt_most(&f.end, n), "%s", error_message);
+            check(klt_decode(&f.end, &which, NULL, message, n_bytes, out, n, c.H, stream) == 0, "%s", error_message);
+            check(klt_distance(out, x, n * c.H) < 0.4 * 250.0 * n, "%d tokens arrive changed", n);
+            if (n == 300) klt_hostile(&f, &which, message, n_bytes, n, stream);
+        }
+        check_error((int)klt_encode(&f.end, &which, NULL, x, 300, c.H, message, 100, stream), "the buffer",
+                    "100 bytes");
+        for (int i = 0; i < c.n * c.H; i++) x[i] *= 1e-6f; // gradients of any size
+        int64_t n_bytes = klt_encode(&f.end, &which, NULL, x, 300, c.H, message, cap, stream);
+        check(klt_decode(&f.end, &which, NULL, message, n_bytes, out, 300, c.H, stream) == 0, "%s", error_message);
+        if (kind & 1)
+            check(klt_distance(out, x, 300 * c.H) < 0.4 * 250.0 * 300 * 1e-12, "small gradients arrive changed");
+        x[5] = NAN;
+        n_bytes = klt_encode(&f.end, &which, NULL, x, 300, c.H, message, cap, stream);
+        check(n_bytes == 8 && klt_decode(&f.end, &which, NULL, message, 8, out, 300, c.H, stream) == 0, "NaN");
+        check(isnan(out[0]) && isnan(out[300 * c.H - 1]), "a state that is not finite arrives as if it were");
+        if (kind & 1) {
+            memset(x, 0, sizeof(floatX) * (size_t)(300 * c.H));
+            n_bytes = klt_encode(&f.end, &which, NULL, x, 300, c.H, message, cap, stream);
+            check(n_bytes == 8 && klt_decode(&f.end, &which, NULL, message, 8, out, 300, c.H, stream) == 0, "zeros");
+            check(klt_distance(out, x, 300 * c.H) == 0.0, "zeros do not arrive");
+        }
+        klt_hostile_tables(&f, stream);
+        klt_fixture_free(&f);
+        free(x);
+        free(out);
+        free(message);
+    }
+    free(c.mix);
+    stream_destroy(stream);
+}
+
+// States that are a matrix times their token's embedding, and noise: the predictor finds the matrix, and what it leaves
+// costs a fraction. Moments over two passes with decay. Must fail for: W transposed, means left out, tokens off by one.
+static void test_klt_predictor(void) {
+    enum { H = 32, V = 200, N = 1000 };
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    float *embed = random_values(V * H, 550, 0.02f), *W = random_values(H * H, 551, 20.0f);
+    float *x = random_values((int64_t)N * H, 552, 0.3f), *e = (float *)malloc(sizeof(float) * N * H), distortion[2];
+    float *out = (float *)malloc(sizeof(float) * N * H);
+    uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * N);
+    unsigned char *message = (unsigned char *)malloc(1 << 20);
+    for (int t = 0; t < N; t++) tokens[t] = rand_block(4, RAND_TEST, 0, (uint64_t)t).v[0] % V;
+    for (int i = 0; i < V * H; i++) embed[i] += 0.05f;
+    embedding_forward(e, tokens, embed, N, H, stream);
+    matmul_product(x, H, e, H, 0, W, H, 1, N, H, H, 0, 1, stream);
+    for (int i = 0; i < N * H; i++) x[i] += 3.0f;
+    for (int predicted = 0; predicted < 2; predicted++) {
+        KltSettings settings = klt_test_settings(H, 0.1, 0, 0);
+        KltMoments moments, embedding;
+        KltWork work = {{NULL, 0}, NULL, 0};
+        KltTable table;
+        int64_t n_bytes;
+        check(klt_moments_alloc(&moments, H, predicted, 512) == 0, "%s", error_message);
+        check(klt_moments_alloc(&embedding, H, 0, 0) == 0, "%s", error_message);
+        for (int pass = 0; pass < 2; pass++) {
+            klt_moments_begin(&moments, 0.9f, stream);
+            klt_moments_begin(&embedding, 0.9f, stream);
+            klt_moments_add(&moments, x, e, tokens, N, 2, 0, &work, stream);
+            klt_moments_add(&embedding, e, NULL, NULL, N, 1, 0, &work, stream);
+        }
+        check(fabs(moments.weight - 1.9 * N) < 1e-3, "weight %g", moments.weight);
+        unsigned char *blob =
+            klt_learn(&moments, predicted ? &embedding : NULL, embed, &settings, &work, &n_bytes, stream);
+        check(blob != NULL && klt_table_load(&table, blob, n_bytes, H, stream) == 0, "%s", error_message);
+        KltEnd end = {&table, &work, embed, 0.2 * H, {0.0, 0.0}};
+        KltMessage which = {5, 0, 0, 0, 0};
+        int64_t sent = klt_encode(&end, &which, tokens, x, N, H, message, 1 << 20, stream);
+        check(klt_decode(&end, &which, tokens, message, sent, out, N, H, stream) == 0, "%s", error_message);
+        distortion[predicted] = (float)(klt_distance(out, x, N * H) / N);
+        klt_table_free(&table);
+        klt_moments_free(&moments);
+        klt_moments_free(&embedding);
+        klt_work_free(&work);
+        free(blob);
+    }
+    check(distortion[1] < 0.5f * distortion[0] && distortion[1] < 0.09f * H, "distortion %g with, %g without predictor",
+          (double)distortion[1], (double)distortion[0]);
+    free(embed);
+    free(W);
+    free(x);
+    free(e);
+    free(out);
+    free(tokens);
+    free(message);
+    stream_destroy(stream);
+}
+
+// The sizes boundaries have: eigenvectors of 192 and 768 values put the covariance together again.
+static void test_klt_eigenvectors(void) {
+    static const int sizes[] = {192, 768};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    for (size_t s = 0; s < 2; s++) {
+        int H = sizes[s];
+        int64_t values = (int64_t)H * H;
+        Correlated c;
+        correlated_init(&c, H, 1, stream);
+        float *A = guarded(values), *V = guarded(values), *w = guarded(H), *scaled = random_values(values, 560, 1.0f);
+        for (int i = 0; i < H; i++)
+            for (int k = 0; k < H; k++) scaled[i * H + k] = c.mix[i * H + k] * (float)c.variance[k];
+        matmul_product(A, H, scaled, H, 0, c.mix, H, 1, H, H, H, 0, 0, stream);
+        check(eigh(V, w, A, H, stream) == 0, "%s", error_message);
+        for (int k = 0; k < H; k++)
+            check(fabs((double)w[k] - c.variance[k]) < 1e-5 * c.variance[0], "eigenvalue %d is %g", k, (double)w[k]);
+        for (int i = 0; i < H; i++)
+            for (int k = 0; k < H; k++) scaled[i * H + k] = V[i * H + k] * w[k];
+        float *again = guarded(values);
+        matmul_product(again, H, scaled, H, 0, V, H, 1, H, H, H, 0, 0, stream);
+        check_close(again, A, values, 1e-5, "V diag(w) V^T");
+        release(A, values, "A");
+        release(V, values, "V");
+        release(w, H, "w");
+        release(again, values, "again");
+        free(scaled);
+        free(c.mix);
+    }
+    stream_destroy(stream);
+}
+#endif // the transform codec of the CPU
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The mesh before it runs
@@ -4538,7 +5007,7 @@ static void hostile_case(CodecKind kind, CodecDirection direction, int n, int H)
 }
 
 static void test_codec_hostile(void) {
-    for (int kind = CODEC_QUANT8; kind < CODEC_KINDS; kind++)
+    for (int kind = CODEC_QUANT8; kind < CODEC_KLT; kind++) // klt: test_klt_messages
         for (int direction = 0; direction < 2; direction++) {
             hostile_case((CodecKind)kind, (CodecDirection)direction, 1, 16);
             hostile_case((CodecKind)kind, (CodecDirection)direction, 6, 129);
@@ -4757,6 +5226,38 @@ static void test_codec_runs(void) {
     check_run(1, NULL, "-o @/c1 --resume --codec quant4", "--codec differs from the run's");
 }
 
+// The transform codec in a mesh: resumed or not, same bits, tables and controllers with them; the bytes are those of
+// the budget; and what cannot be is refused. Must fail for: tables of the last pass taken at once, moments or a
+// controller forgotten.
+static void test_klt_mesh(void) {
+    static const char *const variants[] = {"-p 0.8 -x 2 -y 3 --anchor-delay 3",
+                                           "-p 0.9 -x 3 -y 2 --anchor-delay 4 --anchor-use none --local-steps 4",
+                                           "-p 0.8 -x 2 -y 2 --anchor-delay 3 --codec-coding fixed --klt-predict 0"};
+    static const char *const files[] = {"model.bin", "optimizer.bin", "anchor.bin"};
+    char command[1024], a[256], b[256];
+    write_corpus();
+    for (int i = 0; i < 3; i++) {
+        snprintf(command, sizeof command, DEEP "-n 11 --codec klt %s --device-tflops 1e-5 -o @/k%d", variants[i], i);
+        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(command, sizeof command, DEEP "-n 11 --codec klt %s --device-tflops 1e-5 -o @/l%d --stop-after 5",
+                 variants[i], i);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "-o @/l%d --resume", i);
+        check_run(0, NULL, command, "done: 11 steps");
+        for (int f = 0; f < 3; f++) {
+            snprintf(a, sizeof a, "k%d/latest/%s", i, files[f]);
+            snprintf(b, sizeof b, "l%d/latest/%s", i, files[f]);
+            check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
+        }
+        snprintf(a, sizeof a, "k%d", i);
+        snprintf(b, sizeof b, "l%d", i);
+        check_same_history(a, b, variants[i]);
+    }
+    check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 1 -y 2 -o @/refused", "give -x 2");
+    check_run(1, NULL, DEEP "-n 2 --codec klt -x 2 -y 2 -o @/refused", "give -p");
+    check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 2 -y 2 --anchor 0 -o @/refused", "give -x 2");
+}
+
 // A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
 static void test_device_mesh(void) {
 #define TINY_MESH                                                                                                      \
@@ -4786,6 +5287,11 @@ static void test_device_mesh(void) {
     check_run(1, NULL, TINY_MESH "--gpus 2 -o @/two", "computes on the CPU");
 #endif
     check_run(1, NULL, TINY_MESH "--gpus some -o @/some", "a number from 1");
+    check_run(0, NULL, TINY_MESH "--codec klt -o @/klt", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "--codec klt -o @/klt_parts --stop-after 3", "stopped after step 3");
+    check_run(0, NULL, "-o @/klt_parts --resume", "done: 5 steps");
+    check(same_file("klt/latest/model.bin", "klt_parts/latest/model.bin"), "klt: resumed, other weights");
+    check(same_file("klt/latest/anchor.bin", "klt_parts/latest/anchor.bin"), "klt: resumed, other tables");
     static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
     for (int i = 0; i < 4; i++) {
         char command[1024];
@@ -4828,6 +5334,12 @@ static const struct {
     {"mask", test_mask},
     {"mask_gradient", test_mask_gradient},
     {"codec", test_codec},
+    {"rans", test_rans},
+    {"klt_bound", test_klt_bound},
+    {"klt_unbiased", test_klt_unbiased},
+    {"klt_messages", test_klt_messages},
+    {"klt_predictor", test_klt_predictor},
+    {"klt_eigenvectors", test_klt_eigenvectors},
     {"codec_quant", test_codec_quant},
     {"codec_tahquant", test_codec_tahquant},
     {"codec_topk", test_codec_topk},
@@ -4865,6 +5377,7 @@ static const struct {
     {"stages", test_stages},
     {"anchor_auto", test_anchor_auto},
     {"mesh_resume", test_mesh_resume},
+    {"klt_mesh", test_klt_mesh},
     {"dense", test_dense},
     {"probe", test_probe},
     {"partition", test_partition},

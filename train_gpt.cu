@@ -53,6 +53,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/device.cuh"
 #include "llmc/embedding.cuh"
+#include "llmc/klt.cuh"
 #include "llmc/linalg.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
@@ -71,6 +72,7 @@
 #include "llmc/cross_entropy.h"
 #include "llmc/device.h"
 #include "llmc/embedding.h"
+#include "llmc/klt.h"
 #include "llmc/linalg.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
@@ -99,6 +101,7 @@ typedef struct {
     int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
+    int codec_coding, klt_predict, anchor_use;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -144,6 +147,8 @@ static const Option option_table[] = {
 { "",   "recompute",     OPTION_FLAG,   FIELD(recompute),    "0",    0,     1,      NULL, "recompute activations in backward: less memory, same bits" },
 { "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's bytes that is not sent" },
 { "",   "codec",         OPTION_CHOICE, FIELD(codec),        "mask", 0,     0,      codec_names, "how boundary tensors travel" },
+{ "",   "codec-coding",  OPTION_CHOICE, FIELD(codec_coding), "entropy", 0,  0,      "entropy|fixed", "klt: symbols of any length, or a fixed number of bits a component" },
+{ "",   "klt-predict",   OPTION_INT,    FIELD(klt_predict),  "1",    0,     1,      NULL, "klt: 1 = states are predicted from their tokens' first embeddings" },
 { "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p or a codec is given, else 1" },
 { "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p or a codec is given, else 1" },
 { "",   "wire",          OPTION_CHOICE, FIELD(wire),         "bf16", 0,     0,      "bf16|fp32", "type of values between cells" },
@@ -155,6 +160,7 @@ static const Option option_table[] = {
 { "",   "anchor-beta",   OPTION_FLOAT,  FIELD(anchor_beta),  "0.9",  0,     0.9999, NULL, "momentum of the anchor's gradients" },
 { "",   "anchor-debias", OPTION_FLAG,   FIELD(anchor_debias), "0",   0,     1,      NULL, "divide the momentum by 1 - beta^passes" },
 { "",   "anchor-threads", OPTION_INT,   FIELD(anchor_threads), "0",  0,     1024,   NULL, "of the anchor; 0 = half of --threads" },
+{ "",   "anchor-use",    OPTION_CHOICE, FIELD(anchor_use),   "filter", 0,   0,      "filter|none", "what the anchor's gradients are for; tables of klt come in any case" },
 { "",   "alpha",         OPTION_FLOAT,  FIELD(alpha),        "0.3",  0,     1,      NULL, "share of the gradient that passes beside the filter" },
 { "",   "tau",           OPTION_FLOAT,  FIELD(tau),          "1e-3", 0,     1e9,    NULL, "singular value at which the filter lets half pass" },
 { "",   "tau-relative",  OPTION_FLAG,   FIELD(tau_relative), "0",    0,     1,      NULL, "--tau counts in the largest singular value" },
@@ -871,7 +877,8 @@ static floatX *stage_input(const Stage *stage, int slot) {
 
 // All stages of a model one after the other, nothing kept; returns the last stage. Boundaries are handed on whole, or
 // through `pass` where that is given.
-typedef int (*BoundaryPass)(void *context, int boundary, floatX *to, const floatX *from, int N, int C, Stream *stream);
+typedef int (*BoundaryPass)(void *context, int boundary, const uint32_t *tokens, floatX *to, const floatX *from, int N,
+                            int C, Stream *stream);
 
 static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, KvCache *cache, BoundaryPass pass,
                             void *context, Stream *stream) {
@@ -883,7 +890,7 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, 
         floatX *to = stage_input(stage->next, 0);
         if (pass == NULL)
             device_copy(to, stage->last, sizeof(floatX) * (size_t)N * C, stream);
-        else if (pass(context, boundary, to, stage->last, N, C, stream))
+        else if (pass(context, boundary, tokens, to, stage->last, N, C, stream))
             stream->failed = 1;
     }
     if (cache != NULL) cache->used += T;
@@ -1000,9 +1007,9 @@ static double seconds(void) {
 }
 
 // Gradients of a whole step of a model of one stage into stage->grads, micro-batch by micro-batch; *loss = mean over
-// the step's targets in nats.
+// the step's targets in nats. hook: told during every micro-batch's backward; may be NULL.
 static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, double *loss, StepTimes *times,
-                           Stream *stream) {
+                           const GradHook *hook, Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
     stage_begin(stage, stream);
     for (int b = 0; b < batch->b; b += micro_batch) {
@@ -1013,7 +1020,7 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
         double middle = seconds();
         head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
-        stage_backward(stage, 0, B, batch->T, b == 0, NULL, stream);
+        stage_backward(stage, 0, B, batch->T, b == 0, hook, stream);
         if (times != NULL) { // of the head's three products one is forward
             times->forward += middle - start + (headed - middle) / 3.0;
             times->backward += seconds() - headed + (headed - middle) * 2.0 / 3.0;
@@ -1599,10 +1606,12 @@ typedef struct {
     int micro_batch; // counts the calls, so that every batch has masks of its own
 } MaskedEvaluation;
 
-static int pass_masked(void *context, int boundary, floatX *to, const floatX *from, int N, int C, Stream *stream) {
+static int pass_masked(void *context, int boundary, const uint32_t *tokens, floatX *to, const floatX *from, int N,
+                       int C, Stream *stream) {
     MaskedEvaluation *masked = (MaskedEvaluation *)context;
     Mesh *mesh = masked->mesh;
     CodecContext where = codec_context(boundary, 0, masked->micro_batch++ & 0xFFF, 0, 1);
+    where.tokens = tokens;
     int64_t n_bytes = codec_encode(&mesh->codec, mesh_end(mesh, 0, boundary, 0), &where, from, N, C, mesh->message,
                                    mesh->message_bytes, stream);
     return n_bytes < 0 ? -1
@@ -1907,10 +1916,37 @@ typedef struct {
     Factor *of; // by Tensor.index; r = 0 for what is not filtered
 } FactorSet;
 
+// What the anchor learns of the boundaries of its pass for the transform codec (llmc/klt_learn.h). Boundary b lies
+// before layer[b]; of each there are two directions.
+#define LEARNER_DECAY 0.5f // of moments, a pass: states drift, and a pass has many more rows than a row has values
+enum { LEARNER_ROWS = 1024 /* of a sample */ };
+
+typedef struct {
+    // fixed at start
+    int n_boundaries, predicts, fixed, C, V;
+    int layer[CONFIG_MAX_LAYERS];
+    double budget; // bytes of a token and direction
+    float *embed;  // (V, C) the embedding the run has begun with
+    // the anchor thread's
+    KltMoments *moments;  // (n_boundaries, 2)
+    KltMoments embedding; // of embed's rows
+    KltWork work;
+    float *e;              // (micro-batch * T, C)
+    int64_t row;           // of the batch, at which the micro-batch at work begins
+    int stride, failed;    // stride: every so many rows there is one of the sample
+    unsigned char **blobs; // (n_boundaries, 2) tables of the last pass; NULL: none
+    int64_t *blob_bytes;
+    // the fast circuit's
+    KltTable *tables; // (n_boundaries, 2) in use
+    KltWork mesh_work;
+    int embed_counted;
+} Learner;
+
 typedef struct {
     // fixed at start
     const Dataset *data;
     int batch, micro_batch, T, rank, debias, threads;
+    int filters, learns; // gives factors, gives tables
     Precision precision;
     uint64_t seed;
     float beta, tau;
@@ -1924,6 +1960,7 @@ typedef struct {
     int useless;             // the last gradient was not finite: momentum and factors stay
     double loss, seconds;    // of the last pass
     FactorSet sets[2];
+    Learner learner;
     // the fast circuit's
     int front, deliveries;
     int64_t launched, delivered; // fast step of the snapshot at work, and of the factors in front; -1: none
@@ -1997,6 +2034,120 @@ static int anchor_factors(Anchor *anchor) {
     return 0;
 }
 
+static void learner_free(Learner *learner) {
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        if (learner->moments != NULL) klt_moments_free(&learner->moments[i]);
+        if (learner->blobs != NULL) free(learner->blobs[i]);
+        if (learner->tables != NULL) klt_table_free(&learner->tables[i]);
+    }
+    klt_moments_free(&learner->embedding);
+    klt_work_free(&learner->work);
+    klt_work_free(&learner->mesh_work);
+    free(learner->moments);
+    free(learner->blobs);
+    free(learner->blob_bytes);
+    free(learner->tables);
+    device_free(learner->embed);
+    device_free(learner->e);
+    memset(learner, 0, sizeof *learner);
+}
+
+// Memory. The fields fixed at start are set by the caller, but for embed's values. rows: of a micro-batch and a pass.
+static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
+    size_t n = 2 * (size_t)learner->n_boundaries;
+    learner->stride = (int)larger(pass_rows / LEARNER_ROWS, 1);
+    learner->moments = (KltMoments *)calloc(n, sizeof(KltMoments));
+    learner->blobs = (unsigned char **)calloc(n, sizeof(unsigned char *));
+    learner->blob_bytes = (int64_t *)calloc(n, sizeof(int64_t));
+    learner->tables = (KltTable *)calloc(n, sizeof(KltTable));
+    if (learner->moments == NULL || learner->blobs == NULL || learner->blob_bytes == NULL || learner->tables == NULL)
+        return error_set("out of memory for the transform codec's tables");
+    for (size_t i = 0; i < n; i++)
+        if (klt_moments_alloc(&learner->moments[i], learner->C, learner->predicts && i % 2 == CODEC_FORWARD,
+                              LEARNER_ROWS))
+            return -1;
+    if (!learner->predicts) return 0;
+    learner->embed = (float *)device_alloc(sizeof(float) * (size_t)learner->V * (size_t)learner->C);
+    learner->e = (float *)device_alloc(sizeof(float) * (size_t)micro_rows * (size_t)learner->C);
+    return learner->embed == NULL || learner->e == NULL ? -1 : klt_moments_alloc(&learner->embedding, learner->C, 0, 0);
+}
+
+static void learner_begin(Learner *learner, Stream *stream) {
+    learner->row = 0, learner->failed = 0;
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) klt_moments_begin(&learner->moments[i], LEARNER_DECAY, stream);
+    if (learner->predicts) klt_moments_begin(&learner->embedding, LEARNER_DECAY, stream);
+}
+
+// learner->e = the micro-batch's embeddings, whose moments are added. as_stored: (N, C) that may be overwritten.
+static int learner_embed(Learner *learner, const uint32_t *tokens, floatX *as_stored, int N, Stream *stream) {
+    embedding_forward(as_stored, tokens, learner->embed, N, learner->C, stream);
+    klt_center(learner->e, as_stored, NULL, NULL, N, learner->C, stream);
+    return klt_moments_add(&learner->embedding, as_stored, NULL, NULL, N, 1, 0, &learner->work, stream);
+}
+
+// GradHook of the anchor's backward, told after each layer: at a boundary the layer's input is the state that travels
+// there, and d.dx its gradient. The embedding's turn ends the micro-batch.
+static void anchor_see(void *context, int first, int last) {
+    Anchor *anchor = (Anchor *)context;
+    Learner *learner = &anchor->learner;
+    const Stage *stage = &anchor->stage;
+    const uint32_t *tokens = anchor->tokens.tokens + learner->row;
+    int64_t left = (int64_t)anchor->batch * anchor->T - learner->row, most = (int64_t)anchor->micro_batch * anchor->T;
+    int N = (int)(left < most ? left : most), layer = (first - 1) / TENSORS_PER_LAYER, b = learner->n_boundaries - 1;
+    (void)last;
+    if (first == 0) {
+        learner->row += N;
+        return;
+    }
+    if (learner->predicts && layer == stage->n_layers - 1 && // dnorm is free between layers
+        learner_embed(learner, stage->tokens, stage->d.dnorm, N, anchor->stream))
+        learner->failed = 1;
+    while (b >= 0 && learner->layer[b] != layer) b--;
+    if (b < 0 || learner->failed) return;
+    KltMoments *moments = &learner->moments[2 * b];
+    learner->failed |= klt_moments_add(&moments[CODEC_FORWARD], stage->acts[layer].x, learner->e, tokens, N,
+                                       learner->stride, 0, &learner->work, anchor->stream);
+    learner->failed |= klt_moments_add(&moments[CODEC_BACKWARD], stage->d.dx, NULL, NULL, N, learner->stride, 1,
+                                       &learner->work, anchor->stream);
+}
+
+// The tables of a pass, as they travel. A boundary of which nothing was seen keeps the one it has.
+static int learner_tables(Learner *learner, int64_t pass, uint64_t seed, Stream *stream) {
+    if (learner->failed) return -1;
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        int backward = i % 2 == CODEC_BACKWARD, predicts = learner->predicts && !backward;
+        KltSettings settings = {
+            (uint32_t)pass,        backward, learner->fixed, 0.45f, backward ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3,
+            8.0 * learner->budget, seed};
+        free(learner->blobs[i]);
+        learner->blobs[i] = NULL;
+        if (learner->moments[i].n_sample == 0) continue;
+        learner->blobs[i] = klt_learn(&learner->moments[i], predicts ? &learner->embedding : NULL, learner->embed,
+                                      &settings, &learner->work, &learner->blob_bytes[i], stream);
+        if (learner->blobs[i] == NULL) return -1;
+    }
+    return 0;
+}
+
+// Puts the tables of the last pass into use at all ends of their boundaries. Returns their bytes, or -1.
+static int64_t learner_use(Mesh *mesh, Learner *learner, Stream *stream) {
+    int64_t n_bytes = 0;
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        KltTable *table = &learner->tables[i];
+        if (learner->blobs[i] != NULL) {
+            klt_table_free(table);
+            if (klt_table_load(table, learner->blobs[i], learner->blob_bytes[i], learner->C, stream)) return -1;
+            n_bytes += table->n_bytes;
+        }
+        for (int r = 0; r < 2 * mesh->n_replicas; r++) {
+            KltEnd *end = &mesh_end(mesh, r / 2, i / 2, r % 2)->klt[i % 2];
+            end->table = table->blob != NULL ? table : NULL;
+            end->work = &learner->mesh_work, end->embed = learner->embed;
+        }
+    }
+    return n_bytes;
+}
+
 // One pass over the snapshot: gradient, momentum M <- beta M + (1-beta) G, factors.
 static int anchor_pass(Anchor *anchor) {
     Stage *stage = &anchor->stage;
@@ -2010,12 +2161,17 @@ static int anchor_pass(Anchor *anchor) {
             split_read(&anchor->data->train, window, tokens->T, tokens->tokens + at, tokens->targets + at);
     }
     anchor->samples += tokens->b;
-    if (stage_gradients(stage, tokens, anchor->micro_batch, &anchor->loss, NULL, anchor->stream)) return -1;
+    GradHook hook = {anchor_see, anchor};
+    if (anchor->learns) learner_begin(&anchor->learner, anchor->stream);
+    if (stage_gradients(stage, tokens, anchor->micro_batch, &anchor->loss, NULL, anchor->learns ? &hook : NULL,
+                        anchor->stream))
+        return -1;
     anchor->useless = !isfinite(anchor->loss) || !isfinite(stage_grad_norm(stage, anchor->stream));
     if (!anchor->useless) {
-        vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
         anchor->passes++;
-        if (anchor_factors(anchor)) return -1;
+        if (anchor->learns && learner_tables(&anchor->learner, anchor->passes, anchor->seed, anchor->stream)) return -1;
+        vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
+        if (anchor->filters && anchor_factors(anchor)) return -1;
     }
     stream_wait(anchor->stream);
     anchor->seconds = seconds() - start;
@@ -2072,7 +2228,7 @@ static AnchorState anchor_state(Anchor *anchor, int wait) {
     return state;
 }
 
-// Swaps the finished factors to the front. 0, or -1 if the pass failed.
+// Swaps the finished factors to the front; tables are put into use by learner_deliver. 0, or -1 if the pass failed.
 static int anchor_deliver(Anchor *anchor) {
     pthread_mutex_lock(&anchor->mutex);
     int failed = anchor->state == ANCHOR_FAILED;
@@ -2101,6 +2257,9 @@ static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
         return -1;
     for (int i = 0; i < 2; i++)
         if (factor_set_alloc(&anchor->sets[i], &anchor->stage, anchor->rank)) return -1;
+    if (anchor->learns &&
+        learner_alloc(&anchor->learner, anchor->micro_batch * anchor->T, (int64_t)anchor->batch * anchor->T))
+        return -1;
     if (pthread_create(&anchor->thread, NULL, anchor_thread, anchor) != 0)
         return error_set("the anchor's thread does not start");
     anchor->running = 1;
@@ -2121,6 +2280,7 @@ static void anchor_stop(Anchor *anchor) {
         device_free(anchor->sets[i].memory);
         free(anchor->sets[i].of);
     }
+    learner_free(&anchor->learner);
     batch_free(&anchor->tokens);
     stage_free(&anchor->stage);
     stream_destroy(anchor->stream);
@@ -2476,6 +2636,106 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
     return result;
 }
 
+// Declares (begun = 0) or writes bytes as the tensor `name`; none where there are none.
+static int put_bytes(SafeTensorsWriter *writer, int begun, const char *name, const void *bytes, int64_t n_bytes) {
+    if (bytes == NULL) return 0;
+    if (!begun) return safetensors_declare(writer, name, DTYPE_U8, &n_bytes, 1);
+    file_write(&writer->file, bytes, (size_t)n_bytes);
+    return 0;
+}
+
+// Declares or writes n floats of tensor memory.
+static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
+                      int64_t n) {
+    if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
+    stage_append(stage, writer, from, n, DTYPE_F32);
+    return 0;
+}
+
+// What the anchor knows of the boundaries: tables in use and of the last pass, moments and their weights, and the
+// embedding the run has begun with.
+static int learner_put(const Anchor *anchor, SafeTensorsWriter *writer, int begun) {
+    const Learner *learner = &anchor->learner;
+    char name[64];
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        const KltMoments *moments = &learner->moments[i];
+        snprintf(name, sizeof name, "klt.%d.%d.moments", i / 2, i % 2);
+        if (put_floats(&anchor->stage, writer, begun, name, moments->xx, moments->n_floats)) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.weight", i / 2, i % 2);
+        if (put_bytes(writer, begun, name, &moments->weight, sizeof moments->weight)) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.table", i / 2, i % 2);
+        if (put_bytes(writer, begun, name, learner->tables[i].blob, learner->tables[i].n_bytes)) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.next", i / 2, i % 2);
+        if (put_bytes(writer, begun, name, learner->blobs[i], learner->blob_bytes[i])) return -1;
+    }
+    if (!learner->predicts || learner->n_boundaries == 0) return 0;
+    int64_t embed_floats = (int64_t)learner->V * learner->C;
+    return put_floats(&anchor->stage, writer, begun, "klt.embedding", learner->embedding.xx,
+                      learner->embedding.n_floats) ||
+                   put_bytes(writer, begun, "klt.embedding.weight", &learner->embedding.weight, sizeof(double)) ||
+                   put_floats(&anchor->stage, writer, begun, "klt.embed", learner->embed, embed_floats)
+               ? -1
+               : 0;
+}
+
+// to (n) in tensor memory = the tensor of a state file.
+static int load_floats(Anchor *anchor, const SafeTensors *file, const char *name, float *to, int64_t n) {
+    const SafeTensor *tensor = state_tensor(file, name, n);
+    return tensor == NULL ? -1 : stage_read(&anchor->stage, to, n, tensor, 0);
+}
+
+// *weight = eight bytes of a state file.
+static int load_weight(const SafeTensors *file, const char *name, double *weight) {
+    const SafeTensor *tensor = safetensors_find(file, name);
+    if (tensor == NULL || tensor->dtype != DTYPE_U8 || safetensor_count(tensor) != (int64_t)sizeof *weight)
+        return error_set("%s: tensor %s is missing or of another size", file->path, name);
+    memcpy(weight, tensor->data, sizeof *weight);
+    return 0;
+}
+
+// A copy of a table's bytes, if the file has one; the caller frees it.
+static int load_blob(const SafeTensors *file, const char *name, unsigned char **blob, int64_t *n_bytes) {
+    const SafeTensor *tensor = safetensors_find(file, name);
+    *blob = NULL, *n_bytes = 0;
+    if (tensor == NULL) return 0;
+    *n_bytes = safetensor_count(tensor);
+    if (tensor->dtype != DTYPE_U8 || *n_bytes < 1) return error_set("%s: tensor %s is not bytes", file->path, name);
+    *blob = (unsigned char *)malloc((size_t)*n_bytes);
+    if (*blob == NULL) return error_set("out of memory for a table of the transform codec");
+    memcpy(*blob, tensor->data, (size_t)*n_bytes);
+    return 0;
+}
+
+static int learner_load(Anchor *anchor, const SafeTensors *file) {
+    Learner *learner = &anchor->learner;
+    char name[64];
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        KltMoments *moments = &learner->moments[i];
+        snprintf(name, sizeof name, "klt.%d.%d.moments", i / 2, i % 2);
+        if (load_floats(anchor, file, name, moments->xx, moments->n_floats)) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.weight", i / 2, i % 2);
+        if (load_weight(file, name, &moments->weight)) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.table", i / 2, i % 2); // as if it had been delivered
+        if (load_blob(file, name, &learner->blobs[i], &learner->blob_bytes[i])) return -1;
+    }
+    return 0;
+}
+
+// Once the tables in use are: those of the last pass, and what predictions need.
+static int learner_load_next(Anchor *anchor, const SafeTensors *file) {
+    Learner *learner = &anchor->learner;
+    char name[64];
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        snprintf(name, sizeof name, "klt.%d.%d.next", i / 2, i % 2);
+        free(learner->blobs[i]);
+        if (load_blob(file, name, &learner->blobs[i], &learner->blob_bytes[i])) return -1;
+    }
+    if (!learner->predicts || learner->n_boundaries == 0) return 0;
+    if (load_floats(anchor, file, "klt.embedding", learner->embedding.xx, learner->embedding.n_floats)) return -1;
+    if (load_weight(file, "klt.embedding.weight", &learner->embedding.weight)) return -1;
+    return load_floats(anchor, file, "klt.embed", learner->embed, (int64_t)learner->V * learner->C);
+}
+
 // The anchor's state: momentum and both sets of factors. run_save has waited for the pass at work, so
 // that the file and what run.json says of it fit together; the factors wait in their set as they would in memory.
 static int anchor_save(Trainer *trainer, const char *folder) {
@@ -2492,6 +2752,7 @@ static int anchor_save(Trainer *trainer, const char *folder) {
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &set->n_floats, 1)) return -1;
             if (begun) stage_append(&anchor->stage, &writer, set->memory, set->n_floats, DTYPE_F32);
         }
+        if (learner_put(anchor, &writer, begun)) return -1;
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
     return file_writer_close(&writer.file);
@@ -2540,6 +2801,10 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
                      ? -1
                      : stage_read(&anchor->stage, anchor->sets[i].memory, anchor->sets[i].n_floats, tensor, 0);
     }
+    if (result == 0) result = learner_load(anchor, &file);
+    if (result == 0 && learner_use(&trainer->mesh, &anchor->learner, trainer->stream) < 0) result = -1;
+    anchor->learner.embed_counted = anchor->deliveries > 0;
+    if (result == 0) result = learner_load_next(anchor, &file);
     safetensors_close(&file);
     if (result == 0 && anchor->launched >= 0 && !json_is_true(json_object_get(saved, "ready")))
         result = error_set("--resume: the anchor's pass in the checkpoint is not finished");
@@ -2680,8 +2945,9 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {"model",     "init",    "seq",           "dp",          "local-steps",
-                                            "fragments", "overlap", "powersgd-rank", "anchor-rank", "codec"};
+        static const char *const fixed[] = {
+            "model",         "init",        "seq",   "dp",           "local-steps", "fragments", "overlap",
+            "powersgd-rank", "anchor-rank", "codec", "codec-coding", "klt-predict", "anchor-use"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -2967,16 +3233,30 @@ static void launch_anchor(Trainer *trainer) {
                   !follows && trainer->anchor.wire == WIRE_BF16, trainer->progress.step);
 }
 
+// Takes the tables of the last pass into use. Returns bytes a replica: each table goes to the stages on both sides of
+// its boundary, and once the embedding to all but the first; -1 if it failed.
+static int64_t deliver_tables(Trainer *trainer) {
+    Mesh *mesh = &trainer->mesh;
+    Learner *learner = &trainer->anchor.learner;
+    int64_t n_bytes = trainer->anchor.useless ? 0 : 2 * learner_use(mesh, learner, trainer->stream);
+    if (n_bytes < 0) return -1;
+    if (learner->predicts && !learner->embed_counted)
+        n_bytes += (int64_t)codec_size(&mesh->codec) * learner->V * learner->C * learner->n_boundaries;
+    learner->embed_counted = 1;
+    return n_bytes;
+}
+
 // Books a delivery: the factors go to every replica, each of which passes them on; the anchor's own stages have sent
 // each other whole boundaries. In simulated time the pass ran on as many cells as a replica has, and a fast circuit
 // that waits for a fixed delay waits there too.
-static void book_anchor(Trainer *trainer, StepResult *result) {
+static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *result) {
     Anchor *anchor = &trainer->anchor;
     Mesh *mesh = &trainer->mesh;
     int64_t size = anchor->wire == WIRE_BF16 ? 2 : 4, tokens = (int64_t)anchor->batch * anchor->T, factors = 0;
     int64_t boundaries = 2 * size * tokens * trainer->config.channels * (mesh->n_stages - 1);
-    for (int s = 0; s < mesh->n_stages && !anchor->useless; s++)
+    for (int s = 0; s < mesh->n_stages && !anchor->useless && anchor->filters; s++)
         factors += anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
+    factors += table_bytes;
     double took = mesh->device_flops > 0.0 ? 3.0 * stage_flops(&anchor->stage, (double)tokens, anchor->T) /
                                                  (mesh->device_flops * mesh->n_stages)
                                            : anchor->seconds;
@@ -2989,16 +3269,36 @@ static void book_anchor(Trainer *trainer, StepResult *result) {
     anchor->factor_bytes += mesh->n_replicas * factors, anchor->boundary_bytes += boundaries;
 }
 
+static int take_delivery(Trainer *trainer, StepResult *result) {
+    Anchor *anchor = &trainer->anchor;
+    if (anchor_deliver(anchor)) return -1;
+    int64_t table_bytes = anchor->learns ? deliver_tables(trainer) : 0;
+    if (table_bytes < 0) return -1;
+    result->delivered = !anchor->useless;
+    book_anchor(trainer, table_bytes, result);
+    return 0;
+}
+
+// Fast steps from the snapshot at work to its delivery. Tables grow old quickest at the start, where weights move most:
+// there a pass is due after as many steps as were done before it, so tables are of step 0, 0, 1, 2, 4, 8 and so on.
+static int64_t delivery_delay(const Trainer *trainer) {
+    int64_t delay = trainer->anchor_delay, launched = trainer->anchor.launched;
+    return trainer->anchor.learns && launched < delay ? larger(launched, 1) : delay;
+}
+
 // Before a step: takes the anchor's factors if they are due, and gives it the next snapshot.
 static int meet_anchor(Trainer *trainer, StepResult *result) {
     Anchor *anchor = &trainer->anchor;
     if (anchor->launched >= 0) {
-        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + trainer->anchor_delay;
+        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + delivery_delay(trainer);
         if (trainer->anchor_delay > 0 && !due) return 0;
         if (anchor_state(anchor, due) == ANCHOR_WORKING) return 0;
-        if (anchor_deliver(anchor)) return -1;
-        result->delivered = !anchor->useless;
-        book_anchor(trainer, result);
+        if (take_delivery(trainer, result)) return -1;
+    } else if (anchor->learns) { // boundaries need tables from the first step on
+        launch_anchor(trainer);
+        anchor_state(anchor, 1);
+        if (take_delivery(trainer, result)) return -1;
+        if (anchor->useless) return error_set("--codec klt: the model's loss or gradient is not finite at the start");
     }
     launch_anchor(trainer);
     return 0;
@@ -3006,7 +3306,7 @@ static int meet_anchor(Trainer *trainer, StepResult *result) {
 
 // 1 once the anchor has delivered factors.
 static int is_filtered(const Trainer *trainer) {
-    return trainer->anchored && trainer->anchor.deliveries > 0;
+    return trainer->anchored && trainer->anchor.filters && trainer->anchor.deliveries > 0;
 }
 
 // Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
@@ -3463,9 +3763,9 @@ static int open_data(Trainer *trainer) {
 
 enum { MAX_ROWS = 1 << 22 }; // tokens computed at once; counts of rows are ints
 
-static const char *const anchor_options[] = {
-    "anchor-delay",   "anchor-batch", "anchor-rank", "anchor-beta",  "anchor-debias",
-    "anchor-threads", "alpha",        "tau",         "tau-relative", NULL};
+static const char *const anchor_options[] = {"anchor-delay",  "anchor-batch",   "anchor-rank", "anchor-beta",
+                                             "anchor-debias", "anchor-threads", "alpha",       "tau",
+                                             "tau-relative",  "anchor-use",     NULL};
 static const char *const outer_options[] = {"local-steps", "outer-lr", "outer-momentum", "fragments",
                                             "overlap",     "mix",      "powersgd-rank",  NULL};
 
@@ -3496,6 +3796,8 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
     if (training && masked && *n_stages == 1)
         return error_set("-p and --codec compress what stages send each other, and there is one stage; give -y 2 or "
                          "more, or -p 0");
+    if (training && !trainer->anchored && opts->codec == CODEC_KLT)
+        return error_set("--codec klt learns its tables from the anchor; give -x 2 or more");
     trainer->anchor.rank = opts->anchor_rank >= 0 ? opts->anchor_rank : (int)larger(trainer->config.channels / 8, 1);
     *n_replicas = X - trainer->anchored;
     trainer->dp = *n_replicas > 1 ? (MeshDp)opts->dp : MESH_DP_NONE;
@@ -3567,6 +3869,8 @@ static int decide_gpus(Trainer *trainer, int training) {
         return error_set("--gpus %s: a number from 1 to %d, or all", opts->gpus, MAX_GPUS);
     if (n > MAX_GPUS) n = MAX_GPUS;
     trainer->mesh.n_gpus = training ? (int)n : 1;
+    if (trainer->mesh.n_gpus > 1 && opts->codec == CODEC_KLT)
+        return error_set("--codec klt keeps its tables on one GPU; leave out --gpus");
     if (trainer->mesh.n_gpus > n_micro)
         return error_set("--gpus %ld: a step of %d sequences has %d micro-batches of %d to share; give a smaller "
                          "--micro-batch or a larger --batch",
@@ -3703,7 +4007,20 @@ static int start_anchor(Trainer *trainer) {
     anchor->seed = (uint64_t)opts->seed, anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
     anchor->tau_relative = opts->tau_relative, anchor->wire = (Wire)opts->wire;
     anchor->unrounded = trainer->mesh.cells[0].stage.unrounded;
-    return anchor_start(anchor, &trainer->config, opts->recompute);
+    anchor->filters = opts->anchor_use == 0, anchor->learns = opts->codec == CODEC_KLT;
+    Learner *learner = &anchor->learner;
+    learner->predicts = opts->klt_predict, learner->fixed = opts->codec_coding == 1;
+    learner->C = trainer->config.channels, learner->V = trainer->config.vocab;
+    learner->budget = codec_exact_budget(&trainer->mesh.codec, learner->C);
+    learner->n_boundaries = anchor->learns ? trainer->mesh.n_stages - 1 : 0;
+    for (int b = 0; b < learner->n_boundaries; b++)
+        learner->layer[b] = mesh_cell(&trainer->mesh, 0, b + 1)->stage.first_layer;
+    if (anchor_start(anchor, &trainer->config, opts->recompute)) return -1;
+    const Stage *first = mesh_model(&trainer->mesh, 0);
+    if (learner->embed != NULL)
+        device_copy(learner->embed, first->p.embed, sizeof(float) * (size_t)learner->V * (size_t)learner->C,
+                    first->stream);
+    return 0;
 }
 
 // Memory and weights.

@@ -38,6 +38,8 @@ typedef struct {
     // aqsgd: each window's last activation in bf16
     uint16_t *cache;     // (n_samples, T, H)
     unsigned char *seen; // (n_samples)
+    // klt: tables that the anchor has brought, and the controllers; by direction
+    KltEnd klt[2];
 } CodecEnd;
 
 // A piece of an end's memory that outlives a step.
@@ -102,6 +104,7 @@ static inline int codec_end_alloc(CodecEnd *end, const Codec *codec) {
         end->cache = (uint16_t *)calloc(samples * (size_t)shape.T + 1, 2 * H);
         end->seen = (unsigned char *)calloc(samples + 1, 1);
         return end->cache == NULL || end->seen == NULL;
+    case CODEC_KLT: end->klt[0].budget = end->klt[1].budget = codec_exact_budget(codec, shape.H); return 0;
     default: return 0;
     }
 }
@@ -129,6 +132,14 @@ static inline int64_t codec_end_memory(const Codec *codec, const CodecShape *sha
 // Fills in the pieces to be saved and read back in place; returns how many. Sets are of a step, and no step is saved
 // halfway.
 static inline int codec_end_states(const CodecEnd *end, CodecState states[CODEC_STATES]) {
+    if (end->klt[0].budget > 0.0) {
+        for (int d = 0; d < 2; d++) {
+            CodecState control = {d == CODEC_FORWARD ? "forward" : "backward", (void *)end->klt[d].control,
+                                  sizeof end->klt[d].control};
+            states[d] = control;
+        }
+        return 2;
+    }
     if (end->cache == NULL) return 0;
     int64_t samples = end->shape.n_samples;
     CodecState cache = {"cache", end->cache, 2 * samples * end->shape.T * end->shape.H};

@@ -18,7 +18,8 @@
 #include <stdint.h> // fixed-width integers
 #include <stdio.h>  // snprintf
 
-#include "error.h"       // error_set
+#include "error.h" // error_set
+#include "klt_table.h"
 #include "mask_set.h"    // MaskKey, mask_kept
 #include "quant_group.h" // QuantRow, quant_row_bytes
 #include "topk_row.h"    // topk_kept, topk_set_bytes
@@ -36,15 +37,16 @@ typedef enum {
     CODEC_BOTTLENECK,
     CODEC_AQSGD,
     CODEC_TAHQUANT,
+    CODEC_KLT,
     CODEC_KINDS,
 } CodecKind;
 
 // The kinds in words, in their order.
-#define CODEC_NAMES "mask|none|quant8|quant4|topk|bottleneck|aqsgd|tahquant"
+#define CODEC_NAMES "mask|none|quant8|quant4|topk|bottleneck|aqsgd|tahquant|klt"
 
 static inline const char *codec_name(CodecKind kind) {
-    static const char *const names[CODEC_KINDS] = {"mask", "none",       "quant8", "quant4",
-                                                   "topk", "bottleneck", "aqsgd",  "tahquant"};
+    static const char *const names[CODEC_KINDS] = {"mask",       "none",  "quant8",   "quant4", "topk",
+                                                   "bottleneck", "aqsgd", "tahquant", "klt"};
     return names[kind];
 }
 
@@ -109,6 +111,11 @@ static inline int64_t codec_budget(const Codec *codec, int H) {
     return (int64_t)floor((1.0 - (double)codec->mask_rate) * (double)codec_size(codec) * H + 1e-3); // p is a float
 }
 
+// The same without rounding, for a codec whose messages have any length.
+static inline double codec_exact_budget(const Codec *codec, int H) {
+    return (1.0 - (double)codec->mask_rate) * (double)codec_size(codec) * H;
+}
+
 // K of topk: what the budget holds, sets included.
 static inline int codec_topk_kept(const Codec *codec, int H) {
     return topk_kept(codec_budget(codec, H), codec_size(codec), H);
@@ -135,6 +142,7 @@ static inline int64_t codec_row_bytes(const Codec *codec, CodecDirection directi
     case CODEC_QUANT4:
     case CODEC_AQSGD:
     case CODEC_TAHQUANT: return quant_row_bytes(H, codec_quant_row(codec, direction, H).bits);
+    case CODEC_KLT: return codec_budget(codec, H);
     default: return H * codec_size(codec);
     }
 }
@@ -151,7 +159,9 @@ static inline int64_t codec_cap(const Codec *codec, int n, int H) {
     int64_t most = H * codec_size(codec);
     if (forward > most) most = forward;
     if (backward > most) most = backward;
-    return n * most;
+    if (codec->kind != CODEC_KLT) return n * most;
+    int64_t coded = klt_most_bytes(codec_exact_budget(codec, H), n);
+    return coded > n * most ? coded : n * most;
 }
 
 // The codec and its rate for rows of H values, in words.
@@ -177,7 +187,7 @@ static inline float codec_rate(const Codec *codec, int H) {
 static inline int codec_check(const Codec *codec, int H) {
     if (codec->kind == CODEC_NONE && codec->mask_rate > 0.0f)
         return error_set("--codec none sends all there is; leave out -p, or choose another codec");
-    int takes_budget = codec->kind == CODEC_TOPK || codec->kind == CODEC_BOTTLENECK;
+    int takes_budget = codec->kind == CODEC_TOPK || codec->kind == CODEC_BOTTLENECK || codec->kind == CODEC_KLT;
     if (takes_budget && codec->mask_rate == 0.0f)
         return error_set("--codec %s sends what -p leaves; give -p, such as 0.95", codec_name(codec->kind));
     if (codec->kind == CODEC_TOPK && codec_topk_kept(codec, H) == 0)

@@ -20,7 +20,8 @@ typedef enum {
     RAND_MASK = 5,
     RAND_SVD = 6,
     RAND_POWERSGD = 7,
-    RAND_BOTTLENECK = 8
+    RAND_BOTTLENECK = 8,
+    RAND_KLT = 12
 } RandStream;
 
 typedef struct {
