@@ -727,15 +727,12 @@ static int model_put_arena(SafeTensorsWriter *writer, int begun, const Stage *mo
     return 0;
 }
 
-// Writes n arenas of a model into one safetensors file. Takes over the reference to metadata.
-static int model_write_arenas(const Stage *model, const char *path, json_t *metadata, Dtype dtype, int n,
-                              const Arena *arenas, const char *const *prefixes) {
+// Writes an arena of a model as a safetensors file. Takes over the reference to metadata.
+static int model_write_arena(const Stage *model, Arena arena, const char *path, json_t *metadata, Dtype dtype) {
     SafeTensorsWriter writer;
     if (safetensors_writer_init(&writer, metadata)) return -1;
-    for (int a = 0; a < n; a++)
-        if (model_put_arena(&writer, 0, model, arenas[a], prefixes[a], dtype)) return -1;
-    if (safetensors_begin(&writer, path)) return -1;
-    for (int a = 0; a < n; a++) model_put_arena(&writer, 1, model, arenas[a], prefixes[a], dtype);
+    if (model_put_arena(&writer, 0, model, arena, "", dtype) || safetensors_begin(&writer, path)) return -1;
+    model_put_arena(&writer, 1, model, arena, "", dtype);
     return file_writer_close(&writer.file);
 }
 
@@ -743,12 +740,11 @@ static int model_write_arenas(const Stage *model, const char *path, json_t *meta
 // arena: the parameters, or the merged ones of all replicas.
 static int model_write_weights(const Stage *model, Arena arena, const char *path, json_t *metadata, Dtype dtype) {
     char aside[PATH_MAX];
-    const char *prefix = "";
     if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside) {
         json_decref(metadata);
         return error_set("%.200s: the path is too long", path);
     }
-    if (model_write_arenas(model, aside, metadata, dtype, 1, &arena, &prefix) || file_replace(aside, path)) {
+    if (model_write_arena(model, arena, aside, metadata, dtype) || file_replace(aside, path)) {
         unlink(aside);
         return -1;
     }
