@@ -1917,6 +1917,16 @@ static int same_file(const char *a, const char *b) {
     return same;
 }
 
+// The latest checkpoints of two runs hold the same bytes in these files.
+static void check_same_latest(const char *whole, const char *parts, const char *const *files, int n, const char *what) {
+    char a[128], b[128];
+    for (int f = 0; f < n; f++) {
+        snprintf(a, sizeof a, "%s/latest/%s", whole, files[f]);
+        snprintf(b, sizeof b, "%s/latest/%s", parts, files[f]);
+        check(same_file(a, b), "%s: resumed, %s differs", what, files[f]);
+    }
+}
+
 // The text of a small file in the scratch folder; the caller frees it.
 static char *read_text(const char *name) {
     FileMap map;
@@ -3139,32 +3149,37 @@ static void check_same_history(const char *a, const char *b, const char *what) {
     json_decref(y);
 }
 
+// A run of 11 steps at once, and the same one stopped after 5 and resumed: the same history, simulated time too.
+static void check_resumed(const char *words, const char *whole, const char *parts) {
+    char command[1024];
+    snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 -o @/%s", words, whole);
+    check_run(0, NULL, command, "done: 11 steps");
+    snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 -o @/%s --stop-after 5", words, parts);
+    check_run(0, NULL, command, "--resume");
+    snprintf(command, sizeof command, "-o @/%s --resume", parts);
+    check_run(0, NULL, command, "done: 11 steps");
+    check_same_history(whole, parts, words);
+}
+
 // Resumed or not, same bits: masks, anchor in flight, outer steps in flight; and the same history, simulated time too.
 static void test_mesh_resume(void) {
-    static const char *const variants[] = {"-p 0.5 -x 2 -y 3 --anchor-delay 3",
-                                           "-p 0.5 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --overlap 2",
-                                           "-x 2 -y 2 --dp dense", "-x 2 --dp none"};
+    static const char *const variants[] = {
+        "-p 0.5 -x 2 -y 3 --anchor-delay 3 --link-mbps 1",
+        "-p 0.5 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --overlap 2 --link-mbps 1",
+        "-x 2 -y 2 --dp dense --link-mbps 1", "-x 2 --dp none --link-mbps 1"};
     static const char *const files[] = {"model.bin", "optimizer.bin", "optimizer_1.bin", "anchor.bin"};
-    char command[1024], a[256], b[256];
+    char whole[64], parts[64], path[256];
     write_corpus();
     for (int i = 0; i < 4; i++) {
-        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/m%d", variants[i], i);
-        check_run(0, NULL, command, "done: 11 steps");
-        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --link-mbps 1 -o @/n%d --stop-after 5",
-                 variants[i], i);
-        check_run(0, NULL, command, "--resume");
-        snprintf(command, sizeof command, "-o @/n%d --resume", i);
-        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(whole, sizeof whole, "m%d", i);
+        snprintf(parts, sizeof parts, "n%d", i);
+        check_resumed(variants[i], whole, parts);
         for (int f = 0; f < 4; f++) {
-            snprintf(a, sizeof a, "m%d/latest/%s", i, files[f]);
-            snprintf(b, sizeof b, "n%d/latest/%s", i, files[f]);
-            int exists = file_exists(scratch_path(a));
+            snprintf(path, sizeof path, "%s/latest/%s", whole, files[f]);
+            int exists = file_exists(scratch_path(path));
             check(exists == (f < 2 || (f == 2 ? i >= 1 : i < 2)), "%s: %s", variants[i], files[f]);
-            if (exists) check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
+            if (exists) check_same_latest(whole, parts, &files[f], 1, variants[i]);
         }
-        snprintf(a, sizeof a, "m%d", i);
-        snprintf(b, sizeof b, "n%d", i);
-        check_same_history(a, b, variants[i]);
     }
     check_run(1, NULL, "-o @/m0 --resume -n 20 -x 4", "the run had");
 }
@@ -5206,11 +5221,9 @@ static void test_codec_runs(void) {
         check_run(0, NULL, command, "stopped after step 5");
         snprintf(command, sizeof command, "-o @/c%zub --resume", i);
         check_run(0, NULL, command, "done: 8 steps");
-        for (int f = 0; f < 2; f++) {
-            snprintf(a, sizeof a, "c%zu/latest/%s", i, files[f]);
-            snprintf(b, sizeof b, "c%zub/latest/%s", i, files[f]);
-            check(same_file(a, b), "%s: resumed, %s differs", cases[i].words, files[f]);
-        }
+        snprintf(a, sizeof a, "c%zu", i);
+        snprintf(b, sizeof b, "c%zub", i);
+        check_same_latest(a, b, files, 2, cases[i].words);
         snprintf(
             command, sizeof command,
             "-m @/c%zu/latest/model.bin --eval --eval-masked --val-data @/corpus.jsonl --val-tokens 64 -t 32 -y 2 %s",
@@ -5230,28 +5243,18 @@ static void test_codec_runs(void) {
 // the budget; and what cannot be is refused. Must fail for: tables of the last pass taken at once, moments or a
 // controller forgotten.
 static void test_klt_mesh(void) {
-    static const char *const variants[] = {"-p 0.8 -x 2 -y 3 --anchor-delay 3",
-                                           "-p 0.9 -x 3 -y 2 --anchor-delay 4 --anchor-use none --local-steps 4",
-                                           "-p 0.8 -x 2 -y 2 --anchor-delay 3 --codec-coding fixed --klt-predict 0"};
+    static const char *const variants[] = {
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3",
+        "--codec klt -p 0.9 -x 3 -y 2 --anchor-delay 4 --anchor-use none --local-steps 4",
+        "--codec klt -p 0.8 -x 2 -y 2 --anchor-delay 3 --codec-coding fixed --klt-predict 0"};
     static const char *const files[] = {"model.bin", "optimizer.bin", "anchor.bin"};
-    char command[1024], a[256], b[256];
+    char whole[64], parts[64];
     write_corpus();
     for (int i = 0; i < 3; i++) {
-        snprintf(command, sizeof command, DEEP "-n 11 --codec klt %s --device-tflops 1e-5 -o @/k%d", variants[i], i);
-        check_run(0, NULL, command, "done: 11 steps");
-        snprintf(command, sizeof command, DEEP "-n 11 --codec klt %s --device-tflops 1e-5 -o @/l%d --stop-after 5",
-                 variants[i], i);
-        check_run(0, NULL, command, "--resume");
-        snprintf(command, sizeof command, "-o @/l%d --resume", i);
-        check_run(0, NULL, command, "done: 11 steps");
-        for (int f = 0; f < 3; f++) {
-            snprintf(a, sizeof a, "k%d/latest/%s", i, files[f]);
-            snprintf(b, sizeof b, "l%d/latest/%s", i, files[f]);
-            check(same_file(a, b), "%s: resumed, %s differs", variants[i], files[f]);
-        }
-        snprintf(a, sizeof a, "k%d", i);
-        snprintf(b, sizeof b, "l%d", i);
-        check_same_history(a, b, variants[i]);
+        snprintf(whole, sizeof whole, "k%d", i);
+        snprintf(parts, sizeof parts, "l%d", i);
+        check_resumed(variants[i], whole, parts);
+        check_same_latest(whole, parts, files, 3, variants[i]);
     }
     check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 1 -y 2 -o @/refused", "give -x 2");
     check_run(1, NULL, DEEP "-n 2 --codec klt -x 2 -y 2 -o @/refused", "give -p");
@@ -5264,16 +5267,11 @@ static void test_device_mesh(void) {
     "--init d=16,layers=2,heads=2,kv=1,ffn=24,vocab=258,ctx=32 -d @/corpus.jsonl -b 2 --micro-batch 1 -t 8 -n 5 "      \
     "--val-tokens 16 --val-every 100 -p 0.5 -x 3 -y 2 --anchor-delay 2 --local-steps 2 --fragments 2 --probe 4 "
     static const char *const files[] = {"model.bin", "optimizer.bin", "optimizer_1.bin", "anchor.bin"};
-    char a[128], b[128];
     write_corpus();
     check_run(0, NULL, TINY_MESH "-o @/whole", "done: 5 steps");
     check_run(0, NULL, TINY_MESH "-o @/parts --stop-after 3", "stopped after step 3");
     check_run(0, NULL, "-o @/parts --resume", "done: 5 steps");
-    for (int f = 0; f < 4; f++) {
-        snprintf(a, sizeof a, "whole/latest/%s", files[f]);
-        snprintf(b, sizeof b, "parts/latest/%s", files[f]);
-        check(same_file(a, b), "resumed, %s differs", files[f]);
-    }
+    check_same_latest("whole", "parts", files, 4, "a mesh");
 #ifdef DEVICE_CUDA // several GPUs share the micro-batches: the same up to the order of sums, and reproducible
     if (nccl_devices() > 1) {
         check_run(0, NULL, TINY_MESH "-l 1e-4 -o @/one", "done: 5 steps");
