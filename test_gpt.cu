@@ -3721,7 +3721,7 @@ static double distortion_bound(const Correlated *c, double bits, int *active) {
 }
 
 static KltSettings klt_test_settings(int H, double keep, int stochastic, int fixed) {
-    KltSettings settings = {3, stochastic, fixed, 0.45f, 0.35, 1e-3, 16.0 * keep * H, 5};
+    KltSettings settings = {3, stochastic, fixed, 0.45f, 0.35, 1e-3, 16.0 * keep * H, 5, 0.0};
     return settings;
 }
 
@@ -3742,8 +3742,11 @@ static void klt_fixture(KltFixture *f, const Correlated *c, double keep, int sto
     check(klt_moments_alloc(&f->moments, c->H, 0, 1024) == 0, "%s", error_message);
     klt_moments_begin(&f->moments, 0.9f, stream);
     check(klt_moments_add(&f->moments, x, NULL, NULL, c->n, 2, stochastic, &f->work, stream) == 0, "%s", error_message);
-    f->blob = klt_learn(&f->moments, NULL, NULL, &settings, &f->work, &f->n_bytes, stream);
+    KltSources from = {&f->moments, NULL, NULL, NULL};
+    KltReport report;
+    f->blob = klt_learn(&from, &settings, &f->work, &f->n_bytes, &report, stream);
     check(f->blob != NULL, "%s", error_message);
+    check(fabs(report.bits / settings.bits - 1.0) < 0.05, "%g bits for %g", report.bits, settings.bits);
     check(klt_table_load(&f->table, f->blob, f->n_bytes, c->H, stream) == 0, "%s", error_message);
     KltEnd end = {&f->table, &f->work, NULL, 2.0 * keep * c->H, {0.0, 0.0}};
     f->end = end;
@@ -3995,8 +3998,9 @@ static void test_klt_predictor(void) {
             klt_moments_add(&embedding, e, NULL, NULL, N, 1, 0, &work, stream);
         }
         check(fabs(moments.weight - 1.9 * N) < 1e-3, "weight %g", moments.weight);
-        unsigned char *blob =
-            klt_learn(&moments, predicted ? &embedding : NULL, embed, &settings, &work, &n_bytes, stream);
+        KltSources from = {&moments, predicted ? &embedding : NULL, NULL, embed};
+        KltReport report;
+        unsigned char *blob = klt_learn(&from, &settings, &work, &n_bytes, &report, stream);
         check(blob != NULL && klt_table_load(&table, blob, n_bytes, H, stream) == 0, "%s", error_message);
         KltEnd end = {&table, &work, embed, 0.2 * H, {0.0, 0.0}};
         KltMessage which = {5, 0, 0, 0, 0};
@@ -4018,6 +4022,75 @@ static void test_klt_predictor(void) {
     free(out);
     free(tokens);
     free(message);
+    stream_destroy(stream);
+}
+
+// Rows whose gradients have another covariance: what the loss feels of the errors, sum of (g . d)^2, is less with the
+// metric and close to what the report says; the bytes are the same. Must fail for: M for its inverse, dual and basis
+// exchanged, eigenvalues for their roots, the metric of the states themselves.
+static void test_klt_metric(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Correlated c, g;
+    correlated_init(&c, 61, 700, stream);
+    correlated_init(&g, 61, 700, stream);
+    for (int i = 0; i < 61 * 61; i++) g.mix[i] = c.mix[i % 61 * 61 + i / 61]; // other directions
+    floatX *x = correlated_rows(&c, 570, stream), *dx = correlated_rows(&g, 571, stream);
+    int H = c.H, n = c.n;
+    double felt[2];
+    unsigned char *message = (unsigned char *)malloc(1 << 20);
+    floatX *out = (floatX *)malloc(sizeof(floatX) * (size_t)(n * H));
+    float *dots = (float *)malloc(sizeof(float) * (size_t)n * (size_t)n);
+    for (int weighed = 0; weighed < 2; weighed++) {
+        KltSettings settings = klt_test_settings(H, 0.05, 0, 0);
+        KltMoments moments[2];
+        KltWork work = {{NULL, 0}, NULL, 0};
+        KltTable table;
+        KltReport report;
+        int64_t n_bytes;
+        settings.metric = 1.0;
+        for (int i = 0; i < 2; i++) {
+            check(klt_moments_alloc(&moments[i], H, 0, 1024) == 0, "%s", error_message);
+            klt_moments_begin(&moments[i], 0.9f, stream);
+            klt_moments_add(&moments[i], i == 0 ? x : dx, NULL, NULL, n, 1, i, &work, stream);
+        }
+        KltSources from = {&moments[0], NULL, weighed ? &moments[1] : NULL, NULL};
+        unsigned char *blob = klt_learn(&from, &settings, &work, &n_bytes, &report, stream);
+        check(blob != NULL && klt_table_load(&table, blob, n_bytes, H, stream) == 0, "%s", error_message);
+        check(((table.head.flags & KLT_DUAL) != 0) == weighed, "flags %d", table.head.flags);
+        check(report.lost > report.bound && report.lost < 2.5 * report.bound, "lost %g, at least %g", report.lost,
+              report.bound);
+        KltEnd end = {&table, &work, NULL, settings.bits / 8.0, {0.0, 0.0}};
+        KltMessage which = {5, 0, 0, 0, 0};
+        int64_t sent = klt_encode(&end, &which, NULL, x, n, H, message, 1 << 20, stream);
+        check(fabs((double)sent / (n * settings.bits / 8.0) - 1.0) < 0.1, "%lld bytes", (long long)sent);
+        check(klt_decode(&end, &which, NULL, message, sent, out, n, H, stream) == 0, "%s", error_message);
+        for (int i = 0; i < n * H; i++) out[i] -= x[i];
+        matmul_product(dots, n, out, H, 0, dx, H, 1, n, n, H, 0, 0, stream);
+        felt[weighed] = sum_of_squares(dots, (int64_t)n * n, stream);
+        if (weighed) { // as a share of what states without their mean would cost
+            for (int h = 0; h < H; h++) {
+                double mean = 0.0;
+                for (int t = 0; t < n; t++) mean += (double)x[t * H + h] / n;
+                for (int t = 0; t < n; t++) out[t * H + h] = x[t * H + h] - (floatX)mean;
+            }
+            matmul_product(dots, n, out, H, 0, dx, H, 1, n, n, H, 0, 0, stream);
+            double share = felt[1] / sum_of_squares(dots, (int64_t)n * n, stream);
+            check(fabs(share / report.lost - 1.0) < 0.1, "%g of the variance is lost, the report says %g", share,
+                  report.lost);
+        }
+        for (int i = 0; i < 2; i++) klt_moments_free(&moments[i]);
+        klt_table_free(&table);
+        klt_work_free(&work);
+        free(blob);
+    }
+    check(felt[1] < 0.8 * felt[0], "the loss feels %g with, %g without the metric", felt[1], felt[0]);
+    free(x);
+    free(dx);
+    free(out);
+    free(dots);
+    free(message);
+    free(c.mix);
+    free(g.mix);
     stream_destroy(stream);
 }
 
@@ -5337,6 +5410,7 @@ static const struct {
     {"klt_unbiased", test_klt_unbiased},
     {"klt_messages", test_klt_messages},
     {"klt_predictor", test_klt_predictor},
+    {"klt_metric", test_klt_metric},
     {"klt_eigenvectors", test_klt_eigenvectors},
     {"codec_quant", test_codec_quant},
     {"codec_tahquant", test_codec_tahquant},

@@ -102,6 +102,7 @@ typedef struct {
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, klt_predict, anchor_use;
+    float klt_metric;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -149,6 +150,7 @@ static const Option option_table[] = {
 { "",   "codec",         OPTION_CHOICE, FIELD(codec),        "mask", 0,     0,      codec_names, "how boundary tensors travel" },
 { "",   "codec-coding",  OPTION_CHOICE, FIELD(codec_coding), "entropy", 0,  0,      "entropy|fixed", "klt: symbols of any length, or a fixed number of bits a component" },
 { "",   "klt-predict",   OPTION_INT,    FIELD(klt_predict),  "1",    0,     1,      NULL, "klt: 1 = states are predicted from their tokens' first embeddings" },
+{ "",   "klt-metric",    OPTION_FLOAT,  FIELD(klt_metric),   "1",    0,     1,      NULL, "klt: states are coded by what the loss feels: power of their gradients' covariance; 0 = all errors count alike" },
 { "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p or a codec is given, else 1" },
 { "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p or a codec is given, else 1" },
 { "",   "wire",          OPTION_CHOICE, FIELD(wire),         "bf16", 0,     0,      "bf16|fp32", "type of values between cells" },
@@ -1921,8 +1923,8 @@ typedef struct {
     // fixed at start
     int n_boundaries, predicts, fixed, C, V;
     int layer[CONFIG_MAX_LAYERS];
-    double budget; // bytes of a token and direction
-    float *embed;  // (V, C) the embedding the run has begun with
+    double budget, metric; // bytes of a token and direction; gamma (klt_learn.h)
+    float *embed;          // (V, C) the embedding the run has begun with
     // the anchor thread's
     KltMoments *moments;  // (n_boundaries, 2)
     KltMoments embedding; // of embed's rows
@@ -1932,8 +1934,10 @@ typedef struct {
     int stride, failed;    // stride: every so many rows there is one of the sample
     unsigned char **blobs; // (n_boundaries, 2) tables of the last pass; NULL: none
     int64_t *blob_bytes;
+    KltReport *reports; // (n_boundaries, 2) of those
     // the fast circuit's
-    KltTable *tables; // (n_boundaries, 2) in use
+    KltTable *tables;        // (n_boundaries, 2) in use
+    KltReport *used_reports; // of those
     KltWork mesh_work;
     int embed_counted;
 } Learner;
@@ -2042,6 +2046,8 @@ static void learner_free(Learner *learner) {
     free(learner->moments);
     free(learner->blobs);
     free(learner->blob_bytes);
+    free(learner->reports);
+    free(learner->used_reports);
     free(learner->tables);
     device_free(learner->embed);
     device_free(learner->e);
@@ -2055,8 +2061,11 @@ static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
     learner->moments = (KltMoments *)calloc(n, sizeof(KltMoments));
     learner->blobs = (unsigned char **)calloc(n, sizeof(unsigned char *));
     learner->blob_bytes = (int64_t *)calloc(n, sizeof(int64_t));
+    learner->reports = (KltReport *)calloc(n, sizeof(KltReport));
+    learner->used_reports = (KltReport *)calloc(n, sizeof(KltReport));
     learner->tables = (KltTable *)calloc(n, sizeof(KltTable));
-    if (learner->moments == NULL || learner->blobs == NULL || learner->blob_bytes == NULL || learner->tables == NULL)
+    if (learner->moments == NULL || learner->blobs == NULL || learner->blob_bytes == NULL || learner->reports == NULL ||
+        learner->used_reports == NULL || learner->tables == NULL)
         return error_set("out of memory for the transform codec's tables");
     for (size_t i = 0; i < n; i++)
         if (klt_moments_alloc(&learner->moments[i], learner->C, learner->predicts && i % 2 == CODEC_FORWARD,
@@ -2112,20 +2121,35 @@ static int learner_tables(Learner *learner, int64_t pass, uint64_t seed, Stream 
     if (learner->failed) return -1;
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
         int backward = i % 2 == CODEC_BACKWARD, predicts = learner->predicts && !backward;
+        const KltMoments *gradients = &learner->moments[2 * (i / 2) + CODEC_BACKWARD];
+        int weighs = !backward && learner->metric > 0.0 && gradients->weight > 0.0;
+        KltSources from = {&learner->moments[i], predicts ? &learner->embedding : NULL, weighs ? gradients : NULL,
+                           learner->embed};
         KltSettings settings = {
             (uint32_t)pass,        backward, learner->fixed, 0.45f, backward ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3,
-            8.0 * learner->budget, seed};
+            8.0 * learner->budget, seed,     learner->metric};
         free(learner->blobs[i]);
         learner->blobs[i] = NULL;
         if (learner->moments[i].n_sample == 0) continue;
-        learner->blobs[i] = klt_learn(&learner->moments[i], predicts ? &learner->embedding : NULL, learner->embed,
-                                      &settings, &learner->work, &learner->blob_bytes[i], stream);
+        learner->blobs[i] =
+            klt_learn(&from, &settings, &learner->work, &learner->blob_bytes[i], &learner->reports[i], stream);
         if (learner->blobs[i] == NULL) return -1;
     }
     return 0;
 }
 
-// Puts the tables of the last pass into use at all ends of their boundaries. Returns their bytes, or -1.
+// The reports of the tables in use for the log: of each boundary, forward then backward, bits a token, the share
+// of the variance that is lost, and the least share that a Gaussian of this covariance could lose.
+static json_t *learner_reports(const Learner *learner) {
+    json_t *list = json_array();
+    for (int i = 0; i < 2 * learner->n_boundaries; i++) {
+        const KltReport *report = &learner->used_reports[i];
+        json_array_append_new(list, json_pack("[f, f, f]", report->bits, report->lost, report->bound));
+    }
+    return list;
+}
+
+// Puts the tables of the last pass into use at all ends of their boundaries. Returns bytes a replica, or -1.
 static int64_t learner_use(Mesh *mesh, Learner *learner, Stream *stream) {
     int64_t n_bytes = 0;
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
@@ -2133,7 +2157,8 @@ static int64_t learner_use(Mesh *mesh, Learner *learner, Stream *stream) {
         if (learner->blobs[i] != NULL) {
             klt_table_free(table);
             if (klt_table_load(table, learner->blobs[i], learner->blob_bytes[i], learner->C, stream)) return -1;
-            n_bytes += table->n_bytes;
+            learner->used_reports[i] = learner->reports[i];
+            n_bytes += klt_table_sent(&table->head);
         }
         for (int r = 0; r < 2 * mesh->n_replicas; r++) {
             KltEnd *end = &mesh_end(mesh, r / 2, i / 2, r % 2)->klt[i % 2];
@@ -2663,6 +2688,8 @@ static int learner_put(const Anchor *anchor, SafeTensorsWriter *writer, int begu
         if (put_bytes(writer, begun, name, learner->tables[i].blob, learner->tables[i].n_bytes)) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.next", i / 2, i % 2);
         if (put_bytes(writer, begun, name, learner->blobs[i], learner->blob_bytes[i])) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.report", i / 2, i % 2);
+        if (put_bytes(writer, begun, name, &learner->reports[i], sizeof *learner->reports)) return -1;
     }
     if (!learner->predicts || learner->n_boundaries == 0) return 0;
     int64_t embed_floats = (int64_t)learner->V * learner->C;
@@ -2680,12 +2707,12 @@ static int load_floats(Anchor *anchor, const SafeTensors *file, const char *name
     return tensor == NULL ? -1 : stage_read(&anchor->stage, to, n, tensor, 0);
 }
 
-// *weight = eight bytes of a state file.
-static int load_weight(const SafeTensors *file, const char *name, double *weight) {
+// `to` = n_bytes of a state file.
+static int load_bytes(const SafeTensors *file, const char *name, void *to, size_t n_bytes) {
     const SafeTensor *tensor = safetensors_find(file, name);
-    if (tensor == NULL || tensor->dtype != DTYPE_U8 || safetensor_count(tensor) != (int64_t)sizeof *weight)
+    if (tensor == NULL || tensor->dtype != DTYPE_U8 || safetensor_count(tensor) != (int64_t)n_bytes)
         return error_set("%s: tensor %s is missing or of another size", file->path, name);
-    memcpy(weight, tensor->data, sizeof *weight);
+    memcpy(to, tensor->data, n_bytes);
     return 0;
 }
 
@@ -2710,7 +2737,7 @@ static int learner_load(Anchor *anchor, const SafeTensors *file) {
         snprintf(name, sizeof name, "klt.%d.%d.moments", i / 2, i % 2);
         if (load_floats(anchor, file, name, moments->xx, moments->n_floats)) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.weight", i / 2, i % 2);
-        if (load_weight(file, name, &moments->weight)) return -1;
+        if (load_bytes(file, name, &moments->weight, sizeof moments->weight)) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.table", i / 2, i % 2); // as if it had been delivered
         if (load_blob(file, name, &learner->blobs[i], &learner->blob_bytes[i])) return -1;
     }
@@ -2725,10 +2752,12 @@ static int learner_load_next(Anchor *anchor, const SafeTensors *file) {
         snprintf(name, sizeof name, "klt.%d.%d.next", i / 2, i % 2);
         free(learner->blobs[i]);
         if (load_blob(file, name, &learner->blobs[i], &learner->blob_bytes[i])) return -1;
+        snprintf(name, sizeof name, "klt.%d.%d.report", i / 2, i % 2);
+        if (load_bytes(file, name, &learner->reports[i], sizeof *learner->reports)) return -1;
     }
     if (!learner->predicts || learner->n_boundaries == 0) return 0;
     if (load_floats(anchor, file, "klt.embedding", learner->embedding.xx, learner->embedding.n_floats)) return -1;
-    if (load_weight(file, "klt.embedding.weight", &learner->embedding.weight)) return -1;
+    if (load_bytes(file, "klt.embedding.weight", &learner->embedding.weight, sizeof(double))) return -1;
     return load_floats(anchor, file, "klt.embed", learner->embed, (int64_t)learner->V * learner->C);
 }
 
@@ -3234,7 +3263,7 @@ static void launch_anchor(Trainer *trainer) {
 static int64_t deliver_tables(Trainer *trainer) {
     Mesh *mesh = &trainer->mesh;
     Learner *learner = &trainer->anchor.learner;
-    int64_t n_bytes = trainer->anchor.useless ? 0 : 2 * learner_use(mesh, learner, trainer->stream);
+    int64_t n_bytes = trainer->anchor.useless ? 0 : learner_use(mesh, learner, trainer->stream);
     if (n_bytes < 0) return -1;
     if (learner->predicts && !learner->embed_counted)
         n_bytes += (int64_t)codec_size(&mesh->codec) * learner->V * learner->C * learner->n_boundaries;
@@ -3545,6 +3574,8 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(line, "anchor",
                             json_pack("{s:I, s:f, s:f}", "snapshot", (json_int_t)trainer->anchor.delivered, "loss",
                                       trainer->anchor.delivered_loss, "seconds", trainer->anchor.delivered_seconds));
+    if (result->delivered && trainer->anchor.learns)
+        json_object_set_new(line, "tables", learner_reports(&trainer->anchor.learner));
     if (isfinite(result->probe[0]))
         json_object_set_new(line, "cosine",
                             json_pack("{s:f, s:f, s:f}", "all", result->probe[0], "blocks", result->probe[1],
@@ -4005,7 +4036,8 @@ static int start_anchor(Trainer *trainer) {
     anchor->unrounded = trainer->mesh.cells[0].stage.unrounded;
     anchor->filters = opts->anchor_use == 0, anchor->learns = opts->codec == CODEC_KLT;
     Learner *learner = &anchor->learner;
-    learner->predicts = opts->klt_predict, learner->fixed = opts->codec_coding == 1;
+    learner->predicts = opts->klt_predict, learner->metric = (double)opts->klt_metric,
+    learner->fixed = opts->codec_coding == 1;
     learner->C = trainer->config.channels, learner->V = trainer->config.vocab;
     learner->budget = codec_exact_budget(&trainer->mesh.codec, learner->C);
     learner->n_boundaries = anchor->learns ? trainer->mesh.n_stages - 1 : 0;

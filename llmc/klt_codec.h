@@ -65,12 +65,14 @@ static inline void klt_table_free(KltTable *table) {
 // Floats of a table's arrays, as klt_table_arrays lays them out.
 static inline size_t klt_table_floats(const KltHeader *head) {
     size_t H = (size_t)head->H, K = (size_t)head->K;
-    return H * K + H + (head->flags & KLT_PREDICTED ? H * H : 0) + 4 * K + 2 * KLT_CLASSES;
+    return H * K * (head->flags & KLT_DUAL ? 2 : 1) + H + (head->flags & KLT_PREDICTED ? H * H : 0) + 4 * K +
+           2 * KLT_CLASSES;
 }
 
 static inline void klt_table_arrays(KltTable *table) {
     size_t H = (size_t)table->head.H, K = (size_t)table->head.K;
-    table->basis = table->memory, table->offset = table->basis + H * K;
+    table->basis = table->memory, table->dual = table->basis + (table->head.flags & KLT_DUAL ? H * K : 0);
+    table->offset = table->dual + H * K;
     table->weight = table->offset + H, table->grid = table->weight + K, table->half = table->grid + K;
     table->first_class = table->half + K, table->centroids = table->first_class + K;
     table->predictor = table->head.flags & KLT_PREDICTED ? table->centroids + 2 * KLT_CLASSES : NULL;
@@ -90,7 +92,7 @@ static inline const unsigned char *klt_take_bf16(float *to, const unsigned char 
 static inline int klt_table_parse(KltTable *table, float *image) {
     const KltHeader *head = &table->head;
     size_t H = (size_t)head->H, K = (size_t)head->K;
-    const unsigned char *at = klt_take_bf16(image, table->blob + KLT_HEADER, H * K);
+    const unsigned char *at = klt_take_bf16(image, table->blob + KLT_HEADER, H * K * (head->flags & KLT_DUAL ? 2 : 1));
     int n_tables = klt_scales(head->flags) + 1;
     KltTable shape = *table;
     shape.memory = image;
@@ -463,7 +465,7 @@ static inline int klt_decode(const KltEnd *end, const KltMessage *message, const
     device_copy(b.scales, scales, sizeof *scales * (size_t)n, stream);
     klt_restore(b.projected, b.symbols, b.scales, q, n, stream);
     const float *predicted = klt_predict(end, &b, tokens, n, H, stream);
-    matmul_product(b.centered, H, b.projected, K, 0, table->basis, K, 1, n, H, K, 0, 0, stream);
+    matmul_product(b.centered, H, b.projected, K, 0, table->dual, K, 1, n, H, K, 0, 0, stream);
     klt_place(x, b.centered, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, n, H, stream);
     return stream_check(stream);
 }

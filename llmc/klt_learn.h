@@ -2,7 +2,8 @@
 // eigenvectors and elementwise work by ops, matrices of H x H otherwise on the host, off the critical path.
 //
 //   per pass    klt_moments_begin(m, decay); for each micro-batch klt_moments_add(m, x, ...);
-//               blob = klt_learn(m, embedding or NULL, &settings, &n_bytes, stream)         free() it
+//               KltSources from = {m, embedding or NULL, metric or NULL, embed};
+//               blob = klt_learn(&from, &settings, &work, &n_bytes, &report, stream)         free() it
 //
 // Moments, decayed by `decay` a pass (sums and their weight alike, so early means are means):
 //   xx = sum x x^T, sum = sum x;   with a predictor also xe = sum x e^T, and for all boundaries ee = sum e e^T, sum e
@@ -10,7 +11,10 @@
 // Forward:   W = C_xe (C_ee + ridge * mean eigenvalue)^-1,   offset = mean x - W mean e,
 //            C = C_xx - W C_ex - C_xe W^T + W C_ee W^T       with W as rounded for the wire
 // Backward:  C = xx / weight: no mean is subtracted, so what is sent stays unbiased
-// C = U diag(sigma^2) U^T. What is kept, and what it costs, is measured on rows of the last pass, projected on U as
+// An error d of a state costs the loss about (g . d)^2, g its gradient. So with a metric states are coded as M c, where
+// M = G^(gamma/2) and G = E g g^T of the same boundary, no eigenvalue of which counts as less than a thousandth of
+// their mean: M C M = U diag(sigma^2) U^T, the basis is M U and its dual M^-1 U; without, C = U diag(sigma^2) U^T and
+// the basis is its own dual. What is kept, and what it costs, is measured on rows of the last pass, projected on U as
 // rounded for the wire: the step is found by bisection, so that their symbols, coded with their own frequencies, cost
 // the budget. Components below `floor` steps are not kept (reverse water-filling: with one step for all, those of less
 // variance than the distortion get nothing).
@@ -40,7 +44,23 @@ typedef struct {
     double floor, ridge;
     double bits; // of a token
     uint64_t seed;
+    double metric; // gamma, 0: the identity
 } KltSettings;
+
+// What a table is learned from.
+typedef struct {
+    const KltMoments *moments;
+    const KltMoments *embedding; // for a predictor, else NULL
+    const KltMoments *metric;    // gradients of the states, or NULL: all directions count alike
+    const float *embed;          // (V, H) for a predictor
+} KltSources;
+
+// What a table achieves on its sample, as shares of the variance it has to code (with a metric, of M c): what is lost,
+// and the least that the same bits could lose if the covariance were that of a Gaussian.
+typedef struct {
+    double bits; // a token
+    double lost, bound;
+} KltReport;
 
 // Symbols of the sample by class, where they fell within their steps, and the bits beyond symbols.
 typedef struct {
@@ -235,7 +255,8 @@ static inline double klt_plan_step(KltPlan *plan, double step, const float *y, i
     return bits / S;
 }
 
-static inline void klt_plan_entropy(KltPlan *plan, const float *y, int S, const KltSettings *settings) {
+// Finds the step; returns bits a token of the sample.
+static inline double klt_plan_entropy(KltPlan *plan, const float *y, int S, const KltSettings *settings) {
     double low = log2(plan->sigma[0]) - 12.0, high = log2(plan->sigma[0]) + 3.0;
     for (int i = 0; i < 20; i++) {
         double middle = 0.5 * (low + high);
@@ -244,11 +265,12 @@ static inline void klt_plan_entropy(KltPlan *plan, const float *y, int S, const 
         else
             high = middle;
     }
-    klt_plan_step(plan, exp2(high), y, S, settings);
+    return klt_plan_step(plan, exp2(high), y, S, settings);
 }
 
 // Gives settings->bits out: each time to the component, and as many bits, that take most of the error for each bit.
-static inline void klt_plan_fixed(KltPlan *plan, const float *y, int S, const KltSettings *settings) {
+// Returns those given.
+static inline double klt_plan_fixed(KltPlan *plan, const float *y, int S, const KltSettings *settings) {
     int H = plan->head.H, left = (int)settings->bits, K = 0;
     memset(plan->number, 0, (size_t)H);
     for (;;) {
@@ -271,6 +293,7 @@ static inline void klt_plan_fixed(KltPlan *plan, const float *y, int S, const Kl
     plan->head.K = K, plan->head.step = 1.0f;
     double rms = klt_sizes(plan->sizes, y, plan->sigma, S, H, K);
     plan->head.rms = (float)(rms > 0.0 ? rms : 1.0);
+    return (int)settings->bits - left;
 }
 
 static inline unsigned char *klt_put_bf16(unsigned char *to, float value) {
@@ -280,8 +303,9 @@ static inline unsigned char *klt_put_bf16(unsigned char *to, float value) {
 }
 
 // The plan as a table. basis (H, H), offset (H) or NULL, predictor (H, H) or NULL: host memory. NULL without memory.
-static inline unsigned char *klt_plan_blob(const KltPlan *plan, const float *basis, const float *offset,
-                                           const float *predictor, const KltSettings *settings, int64_t *n_bytes) {
+static inline unsigned char *klt_plan_blob(const KltPlan *plan, const float *basis, const float *dual,
+                                           const float *offset, const float *predictor, const KltSettings *settings,
+                                           int64_t *n_bytes) {
     size_t H = (size_t)plan->head.H, K = (size_t)plan->head.K;
     *n_bytes = klt_table_bytes(&plan->head);
     unsigned char *blob = (unsigned char *)malloc((size_t)*n_bytes), *at;
@@ -290,6 +314,8 @@ static inline unsigned char *klt_plan_blob(const KltPlan *plan, const float *bas
     klt_table_put_head(blob, &plan->head);
     for (size_t h = 0; h < H; h++)
         for (size_t k = 0; k < K; k++) at = klt_put_bf16(at, basis[h * H + k]);
+    for (size_t h = 0; h < H && dual != NULL; h++)
+        for (size_t k = 0; k < K; k++) at = klt_put_bf16(at, dual[h * H + k]);
     if (offset != NULL) memcpy(at, offset, 4 * H), at += 4 * H;
     for (size_t i = 0; i < H * H && predictor != NULL; i++) at = klt_put_bf16(at, predictor[i]);
     memcpy(at, plan->number, K), at += K;
@@ -328,7 +354,7 @@ static inline void klt_mean(double *mean, const float *sum, double weight, int H
 // Matrices of a fit, (H, H) each on the device, and one on the host.
 typedef struct {
     float *device, *c, *xe, *ee, *w, *v, *product, *values; // values (H)
-    float *host, *offset, *predictor;                       // host: (H, H), (H), (H, H)
+    float *host, *offset, *predictor, *dual;                // host: (H, H), (H), (H, H), (H, H)
     double *mean, *mean_e;
 } KltFit;
 
@@ -343,13 +369,14 @@ static inline int klt_fit_alloc(KltFit *fit, int H) {
     size_t wide = (size_t)H, square = wide * wide;
     memset(fit, 0, sizeof *fit);
     fit->device = (float *)device_alloc(sizeof(float) * (6 * square + wide));
-    fit->host = (float *)calloc(2 * square + wide, sizeof(float));
+    fit->host = (float *)calloc(3 * square + wide, sizeof(float));
     fit->mean = (double *)calloc(2 * wide, sizeof(double));
     if (fit->device == NULL || fit->host == NULL || fit->mean == NULL)
         return error_set("out of memory for the transform codec's tables");
     fit->c = fit->device, fit->xe = fit->c + square, fit->ee = fit->xe + square, fit->w = fit->ee + square;
     fit->v = fit->w + square, fit->product = fit->v + square, fit->values = fit->product + square;
     fit->predictor = fit->host + square, fit->offset = fit->predictor + square, fit->mean_e = fit->mean + wide;
+    fit->dual = fit->predictor + square;
     return 0;
 }
 
@@ -411,6 +438,46 @@ static inline int klt_fit(KltFit *fit, const KltMoments *m, const KltMoments *em
     return stream_check(stream);
 }
 
+// to = V diag(values^power) V^T of fit->v and its values (H) on the host.
+static inline void klt_fit_power(KltFit *fit, float *to, const float *values, double power, int H, Stream *stream) {
+    size_t wide = (size_t)H, bytes = sizeof(float) * wide * wide;
+    device_copy(fit->host, fit->v, bytes, stream);
+    for (size_t i = 0; i < wide * wide; i++) fit->host[i] *= (float)pow((double)values[i % wide], power);
+    device_copy(fit->product, fit->host, bytes, stream);
+    matmul_product(to, H, fit->product, H, 0, fit->v, H, 1, H, H, H, 0, 0, stream);
+}
+
+// fit->xe = M, fit->ee = M^-1, fit->c becomes M c M.
+static inline int klt_fit_metric(KltFit *fit, const KltMoments *metric, double gamma, int H, Stream *stream) {
+    double mean = 0.0;
+    float *values = fit->dual; // free until the dual is there
+    if (metric->weight <= 0.0) return error_set("klt: no gradient was seen to weigh states by");
+    if (eigh(fit->v, fit->values, metric->xx, H, stream)) return -1;
+    device_copy(values, fit->values, sizeof(float) * (size_t)H, stream);
+    for (int h = 0; h < H; h++) mean += fmax((double)values[h], 0.0) / H;
+    for (int h = 0; h < H; h++) values[h] = (float)fmax((double)values[h] / (mean + 1e-30), 1e-3);
+    klt_fit_power(fit, fit->xe, values, 0.5 * gamma, H, stream);
+    klt_fit_power(fit, fit->ee, values, -0.5 * gamma, H, stream);
+    matmul_product(fit->product, H, fit->xe, H, 0, fit->c, H, 0, H, H, H, 0, 0, stream);
+    matmul_product(fit->c, H, fit->product, H, 0, fit->xe, H, 0, H, H, H, 0, 0, stream);
+    return stream_check(stream);
+}
+
+// fit->v = the basis as it travels, fit->values its variances, fit->dual what goes with it.
+static inline int klt_fit_basis(KltFit *fit, const KltMoments *metric, double gamma, int H, Stream *stream) {
+    size_t square = (size_t)H * (size_t)H;
+    if (metric != NULL && klt_fit_metric(fit, metric, gamma, H, stream)) return -1;
+    if (eigh(fit->v, fit->values, fit->c, H, stream)) return -1;
+    if (metric != NULL) {
+        matmul_product(fit->product, H, fit->ee, H, 0, fit->v, H, 0, H, H, H, 0, 0, stream);
+        device_copy(fit->dual, fit->product, sizeof(float) * square, stream);
+        matmul_product(fit->product, H, fit->xe, H, 0, fit->v, H, 0, H, H, H, 0, 0, stream);
+        device_copy(fit->v, fit->product, sizeof(float) * square, stream);
+    }
+    vector_round_bf16(fit->v, (int64_t)square, stream);
+    return stream_check(stream);
+}
+
 // y (S, H) on the host = the sample, centered and projected on all of fit->v.
 static inline int klt_project_sample(float *y, const KltFit *fit, const KltMoments *m, const KltMoments *embedding,
                                      const float *embed, const KltSettings *settings, KltWork *work, Stream *stream) {
@@ -462,42 +529,89 @@ static inline int klt_plan_alloc(KltPlan *plan, int H, int S) {
     return 0;
 }
 
-// Eigenvectors, sample and plan of a fit; the blob, or NULL.
-static inline unsigned char *klt_make(KltFit *fit, KltPlan *plan, float *y, const KltMoments *m,
-                                      const KltMoments *embedding, const float *embed, const KltSettings *settings,
-                                      KltWork *work, int64_t *n_bytes, Stream *stream) {
+// The least share of the variance, sum of sigma[k]^2, that `bits` a token leave of a Gaussian: reverse water-filling.
+static inline double klt_bound(const double *sigma, int H, double bits) {
+    double low = -200.0, high = 2.0 * log2(sigma[0]), left = 0.0, all = 0.0; // of the water's level, log2
+    for (int i = 0; i < 100; i++) {
+        double level = 0.5 * (low + high), needs = 0.0;
+        for (int k = 0; k < H; k++) needs += fmax(log2(sigma[k]) - 0.5 * level, 0.0);
+        if (needs > bits)
+            low = level;
+        else
+            high = level;
+    }
+    for (int k = 0; k < H; k++) left += fmin(sigma[k] * sigma[k], exp2(high)), all += sigma[k] * sigma[k];
+    return left / all;
+}
+
+// What a table as shipped loses of the sample y (S, H) it was planned on. 0, or -1 with a message.
+static inline int klt_report(KltReport *report, const KltPlan *plan, const unsigned char *blob, const float *y, int S,
+                             uint64_t key) {
+    int H = plan->head.H, K = plan->head.K, fixed = (plan->head.flags & KLT_FIXED) != 0, result = -1;
+    double lost = 0.0, all = 0.0;
+    KltTable table;
+    memset(&table, 0, sizeof table);
+    table.head = plan->head, table.blob = (unsigned char *)blob;
+    table.coder = (RansTable *)calloc((size_t)klt_scales(table.head.flags) + 1, sizeof(RansTable));
+    table.memory = (float *)calloc(klt_table_floats(&table.head), sizeof(float)); // on the host
+    if (table.coder == NULL || table.memory == NULL)
+        error_set("out of memory for a table of the transform codec");
+    else
+        result = klt_table_parse(&table, table.memory);
+    klt_table_arrays(&table);
+    KltQuantizer q = klt_quantizer(&table, fixed ? 1.0f : table.head.step, key);
+    for (int t = 0; t < S && result == 0; t++) {
+        Philox draws = {{0, 0, 0, 0}};
+        int scale = klt_scale(plan->sizes[t], (double)plan->head.rms);
+        for (int k = 0; k < H; k++) {
+            float v = y[(size_t)t * (size_t)H + (size_t)k], kept = 0.0f;
+            if (k % 4 == 0) draws = klt_draws(key, t, k / 4);
+            if (k < K) kept = klt_value(&q, klt_symbol(&q, v, k, draws.v[k % 4]), k, scale, draws.v[k % 4]);
+            lost += ((double)v - (double)kept) * ((double)v - (double)kept), all += (double)v * (double)v;
+        }
+    }
+    report->lost = lost / (all + 1e-300);
+    report->bound = klt_bound(plan->sigma, H, report->bits);
+    free(table.coder);
+    free(table.memory);
+    return result;
+}
+
+// Basis, sample and plan of a fit; the blob, or NULL.
+static inline unsigned char *klt_make(KltFit *fit, KltPlan *plan, float *y, const KltSources *from,
+                                      const KltSettings *settings, KltWork *work, int64_t *n_bytes, KltReport *report,
+                                      Stream *stream) {
+    const KltMoments *m = from->moments;
     size_t wide = (size_t)m->H;
-    if (klt_fit(fit, m, embedding, settings, stream)) return NULL;
-    if (eigh(fit->v, fit->values, fit->c, m->H, stream)) return NULL;
-    vector_round_bf16(fit->v, (int64_t)(wide * wide), stream);
-    if (klt_project_sample(y, fit, m, embedding, embed, settings, work, stream)) return NULL;
+    int predicts = from->embedding != NULL;
+    if (klt_fit(fit, m, from->embedding, settings, stream)) return NULL;
+    if (klt_fit_basis(fit, from->metric, settings->metric, m->H, stream)) return NULL;
+    if (klt_project_sample(y, fit, m, from->embedding, from->embed, settings, work, stream)) return NULL;
     device_copy(fit->host, fit->values, sizeof(float) * wide, stream);
     for (size_t h = 0; h < wide; h++)
         plan->sigma[h] = sqrt(fmax((double)fit->host[h], 1e-12 * fmax((double)fit->host[0], 1e-20)));
     device_copy(fit->host, fit->v, sizeof(float) * wide * wide, stream);
     if (stream_check(stream)) return NULL;
-    KltHeader head = {settings->version,
-                      m->H,
-                      1,
-                      (settings->stochastic ? KLT_STOCHASTIC : KLT_OFFSET) | (embedding != NULL ? KLT_PREDICTED : 0) |
-                          (settings->fixed ? KLT_FIXED : 0),
-                      1.0f,
-                      1.0f,
-                      settings->theta};
+    KltHeader head = {settings->version, m->H, 1, 0, 1.0f, 1.0f, settings->theta};
+    head.flags = (settings->stochastic ? KLT_STOCHASTIC : KLT_OFFSET) | (predicts ? KLT_PREDICTED : 0) |
+                 (settings->fixed ? KLT_FIXED : 0) | (from->metric != NULL ? KLT_DUAL : 0);
     plan->head = head;
-    if (settings->fixed)
-        klt_plan_fixed(plan, y, m->n_sample, settings);
-    else
-        klt_plan_entropy(plan, y, m->n_sample, settings);
-    return klt_plan_blob(plan, fit->host, settings->stochastic ? NULL : fit->offset,
-                         embedding != NULL ? fit->predictor : NULL, settings, n_bytes);
+    report->bits = settings->fixed ? klt_plan_fixed(plan, y, m->n_sample, settings)
+                                   : klt_plan_entropy(plan, y, m->n_sample, settings);
+    unsigned char *blob =
+        klt_plan_blob(plan, fit->host, from->metric != NULL ? fit->dual : NULL,
+                      settings->stochastic ? NULL : fit->offset, predicts ? fit->predictor : NULL, settings, n_bytes);
+    if (blob == NULL || klt_report(report, plan, blob, y, m->n_sample, settings->seed + settings->version) == 0)
+        return blob;
+    free(blob);
+    return NULL;
 }
 
-// The table of what the moments say, for settings->bits a token. embedding, embed (V, H): for a predictor, else NULL.
-// Returns the blob, to be freed, and its bytes; NULL with a message: no memory, no rows yet, moments that are not
-// finite, or the stream has failed.
-static inline unsigned char *klt_learn(const KltMoments *m, const KltMoments *embedding, const float *embed,
-                                       const KltSettings *settings, KltWork *work, int64_t *n_bytes, Stream *stream) {
+// The table of what was seen, for settings->bits a token. Returns the blob, to be freed, and its bytes; NULL with a
+// message: no memory, no rows yet, moments that are not finite, or the stream has failed.
+static inline unsigned char *klt_learn(const KltSources *from, const KltSettings *settings, KltWork *work,
+                                       int64_t *n_bytes, KltReport *report, Stream *stream) {
+    const KltMoments *m = from->moments;
     KltFit fit;
     KltPlan *plan = (KltPlan *)calloc(1, sizeof *plan);
     unsigned char *blob = NULL;
@@ -508,7 +622,7 @@ static inline unsigned char *klt_learn(const KltMoments *m, const KltMoments *em
     else if (m->weight <= 0.0 || m->n_sample == 0)
         error_set("klt: there is nothing to learn a table from");
     else
-        blob = klt_make(&fit, plan, y, m, embedding, embed, settings, work, n_bytes, stream);
+        blob = klt_make(&fit, plan, y, from, settings, work, n_bytes, report, stream);
     if (plan != NULL) klt_plan_free(plan);
     klt_fit_free(&fit);
     free(plan);

@@ -6,11 +6,12 @@
 //      4     4      version, counts the tables of a boundary and direction
 //      8     4      H, values of a token
 //     12     4      K, components kept, 1 <= K <= H
-//     16     4      flags: 1 stochastic rounding, 2 predictor, 4 fixed bits, 8 offset
+//     16     4      flags: 1 stochastic rounding, 2 predictor, 4 fixed bits, 8 offset, 16 dual basis
 //     20     4      step, fp32: the quantizer's, for a message of the usual size
 //     24     4      rms, fp32: the usual size of a message (klt_codec.h)
 //     28     4      theta, fp32: what is added before rounding down, in (0, 1/2]
 //     32     2*H*K  basis (H, K) bf16, a component a column
+//           2*H*K  dual basis (H, K) bf16, with flag 16; without, the basis is orthonormal and its own dual
 //           4*H     offset (H) fp32, with flag 8
 //           2*H*H   predictor (H, H) bf16, with flag 2
 //   entropy-coded:
@@ -34,7 +35,7 @@
 #include "portable.h" // HOST_DEVICE
 #include "rans.h"     // RansTable
 
-enum { KLT_STOCHASTIC = 1, KLT_PREDICTED = 2, KLT_FIXED = 4, KLT_OFFSET = 8, KLT_FLAGS = 15 };
+enum { KLT_STOCHASTIC = 1, KLT_PREDICTED = 2, KLT_FIXED = 4, KLT_OFFSET = 8, KLT_DUAL = 16, KLT_FLAGS = 31 };
 enum { KLT_CLASSES = 48, KLT_CONTEXTS = 4, KLT_MAX_TABLES = KLT_CLASSES * KLT_CONTEXTS + 1 };
 enum { KLT_MAX_BITS = 8, KLT_HEADER = 32 };
 
@@ -56,7 +57,7 @@ typedef struct {
     unsigned char *bits; // (K) class or bits of a component, in the blob
     RansTable *coder;    // (49)
     float *memory;       // of the arrays below
-    float *basis;        // (H, K)
+    float *basis, *dual; // (H, K) what values are projected on, and what they are made of again
     float *offset;       // (H)
     float *predictor;    // (H, H), of embeddings
     float *weight;       // (K) 1 / sigma^2
@@ -108,10 +109,16 @@ static inline int klt_scales(int flags) {
 // Exact bytes of a table.
 static inline int64_t klt_table_bytes(const KltHeader *head) {
     int64_t H = head->H, K = head->K, n = KLT_HEADER + 2 * H * K;
+    if (head->flags & KLT_DUAL) n += 2 * H * K;
     if (head->flags & KLT_OFFSET) n += 4 * H;
     if (head->flags & KLT_PREDICTED) n += 2 * H * H;
     return n + K +
            (head->flags & KLT_FIXED ? 4 * K : 2 * (klt_scales(head->flags) + 1) * RANS_SYMBOLS + 2 * KLT_CLASSES);
+}
+
+// Bytes of a table on its way to both sides of its boundary: the sender needs no dual, the receiver only that.
+static inline int64_t klt_table_sent(const KltHeader *head) {
+    return 2 * klt_table_bytes(head) - (head->flags & KLT_DUAL ? 4 * (int64_t)head->H * head->K : 0);
 }
 
 // Reads the head of a table of n_bytes. 0, or -1 with a message; nothing beyond n_bytes is read.

@@ -101,13 +101,14 @@ static void klt_message_case(int stochastic, int fixed, int predicted) {
     cpu::KltWork cpu_work = {{NULL, 0}, NULL, 0};
     KltTable table, cpu_table;
     int64_t n_bytes = 0;
-    KltSettings settings = {9, stochastic, fixed, 0.45f, 0.3, 1e-3, 40.0, 5};
+    KltSettings settings = {9, stochastic, fixed, 0.45f, 0.3, 1e-3, 40.0, 5, 1.0};
+    KltReport report;
     check(klt_moments_alloc(&moments, H, predicted, n) == 0 && klt_moments_alloc(&embedding, H, 0, 0) == 0, "memory");
     klt_moments_begin(&moments, 0.5f, test_stream);
     klt_moments_add(&moments, device_x, plain_e, tokens, n, 1, stochastic, &work, test_stream);
     klt_moments_add(&embedding, device_e, NULL, NULL, n, 1, 0, &work, test_stream);
-    unsigned char *blob =
-        klt_learn(&moments, predicted ? &embedding : NULL, device_embed, &settings, &work, &n_bytes, test_stream);
+    KltSources from = {&moments, predicted ? &embedding : NULL, predicted ? &moments : NULL, device_embed};
+    unsigned char *blob = klt_learn(&from, &settings, &work, &n_bytes, &report, test_stream);
     check(blob != NULL, "%s", error_message);
     check(klt_table_load(&table, blob, n_bytes, H, test_stream) == 0, "%s", error_message);
     check(cpu::klt_table_load(&cpu_table, blob, n_bytes, H, test_cpu_stream) == 0, "%s", error_message);
