@@ -5230,7 +5230,7 @@ static void test_codec_runs(void) {
             i, i == 0 ? "--codec quant8" : cases[i].words);
         check_run(0, NULL, command, "validation loss");
     }
-    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "codec, the host's");
+    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "messages, codec (host)");
     check_run(1, NULL, SMALL "--codec topk -y 2 --dry-run", "--codec topk sends what -p leaves; give -p");
     check_run(1, NULL, SMALL "--codec topk -p 0.99 -y 2 --dry-run", "too few for one and its index");
     check_run(1, NULL, SMALL "--codec quant4 -p 0.9 -y 2 --dry-run", "leave out -p, or choose another codec");
@@ -5261,11 +5261,28 @@ static void test_klt_mesh(void) {
     check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 2 -y 2 --anchor 0 -o @/refused", "give -x 2");
 }
 
-// A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
-static void test_device_mesh(void) {
 #define TINY_MESH                                                                                                      \
     "--init d=16,layers=2,heads=2,kv=1,ffn=24,vocab=258,ctx=32 -d @/corpus.jsonl -b 2 --micro-batch 1 -t 8 -n 5 "      \
     "--val-tokens 16 --val-every 100 -p 0.5 -x 3 -y 2 --anchor-delay 2 --local-steps 2 --fragments 2 --probe 4 "
+
+#ifdef DEVICE_CUDA
+// Tables and controllers of klt on two GPUs: close to one GPU, reproducible, resumed or not the same bits, and as many
+// bytes. Must fail for: tables or embedding on the first GPU only, a controller for each GPU.
+static void check_klt_gpus(void) {
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt -o @/klt_one", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt --gpus 2 -o @/klt_two", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt --gpus 2 -o @/klt_half --stop-after 3", "stopped after step 3");
+    check_run(0, NULL, "-o @/klt_half --resume", "done: 5 steps");
+    check(same_file("klt_two/latest/model.bin", "klt_half/latest/model.bin"), "klt, two GPUs, resumed: other weights");
+    check(same_file("klt_two/latest/anchor.bin", "klt_half/latest/anchor.bin"), "klt, two GPUs, resumed: other tables");
+    check(same_file("klt_two/latest/optimizer.bin", "klt_half/latest/optimizer.bin"),
+          "klt, two GPUs: other controllers");
+    check_close_models("klt_two/latest/model.bin", "klt_one/latest/model.bin", model_tol(2e-5, 1e-3));
+}
+#endif
+
+// A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
+static void test_device_mesh(void) {
     static const char *const files[] = {"model.bin", "optimizer.bin", "optimizer_1.bin", "anchor.bin"};
     write_corpus();
     check_run(0, NULL, TINY_MESH "-o @/whole", "done: 5 steps");
@@ -5279,6 +5296,7 @@ static void test_device_mesh(void) {
         check_run(0, NULL, TINY_MESH "-l 1e-4 --gpus 2 -o @/again", "done: 5 steps");
         check(same_file("two/latest/model.bin", "again/latest/model.bin"), "two GPUs, another time other bits");
         check_close_models("two/latest/model.bin", "one/latest/model.bin", model_tol(2e-5, 1e-3));
+        check_klt_gpus();
     }
     check_run(1, NULL, TINY_MESH "--gpus 3 -o @/three", "2 micro-batches");
 #else
