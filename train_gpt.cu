@@ -32,6 +32,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
+#include "llmc/codec_table.h"
 #include "llmc/config.h"
 #include "llmc/dataset.h"
 #include "llmc/error.h"
@@ -3163,6 +3164,15 @@ static int mesh_fits(const Trainer *trainer) {
         mesh_model(&trainer->mesh, 0)->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
 }
 
+// Says so where another codec is known to learn more from as many bytes.
+static void print_better_codec(const Trainer *trainer) {
+    const Codec *codec = &trainer->mesh.codec;
+    CodecKind better = codec_better(codec, trainer->config.channels);
+    if (better == codec->kind) return;
+    printf("codec: at this budget %s keeps more of what is learned (README, \"What it achieves\")", codec_name(better));
+    printf(better == CODEC_KLT ? "; --codec klt needs an anchor, -x 2 or more\n" : "\n");
+}
+
 // The mesh in words.
 static void print_mesh(const Trainer *trainer) {
     static const char *const meetings[] = {"never meeting", "outer steps", "every gradient averaged"};
@@ -3187,6 +3197,7 @@ static void print_mesh(const Trainer *trainer) {
                stage->first_layer, stage->first_layer + stage->n_layers - 1, stage->has_embed ? ", embedding" : "",
                stage->has_head ? ", head" : "", (long long)stage->n_params, stage->slots);
     }
+    if (mesh->n_stages > 1) print_better_codec(trainer);
 }
 
 static void print_plan(const Trainer *trainer) {
@@ -3250,9 +3261,21 @@ static void print_compression(const Trainer *trainer) {
     printf("  %-44s %12.0f %10.0f %8.1fx\n", "in all", whole, sent, whole / sent);
 }
 
-// What the mesh will cost over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90),
-// beside the variants of the method.
-static int print_estimate(const Trainer *trainer) {
+// Tables of klt, and what predictions need once.
+static void print_tables(const KltShape *shape) {
+    int64_t forward = klt_estimate_table(shape, 0), backward = klt_estimate_table(shape, 1);
+    printf("tables of klt, an estimate: %.1f kB forward and %.1f kB backward a boundary and delivery, to the stages on "
+           "both "
+           "sides; %d of %d components\n",
+           1e-3 * (double)forward, 1e-3 * (double)backward, klt_estimate_components(shape), shape->H);
+    printf("  the first deliveries are more frequent, of steps 0, 0, 1, 2, 4 and so on up to --anchor-delay\n");
+    if (shape->V > 0)
+        printf("  and once the first embedding, %lld values, to all stages but the first; not counted below\n",
+               (long long)shape->V * shape->H);
+}
+
+// The run as a plan, over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90).
+static MeshPlan estimate_plan(const Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Mesh *mesh = &trainer->mesh;
     MeshPlan plan;
@@ -3263,13 +3286,25 @@ static int print_estimate(const Trainer *trainer) {
     plan.batch = opts->batch, plan.T = trainer->T, plan.micro_batch = trainer->B, plan.recompute = opts->recompute;
     plan.logits_floats = (int64_t)logits_chunk(&trainer->config, rows) * trainer->config.vocab;
     plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
-    plan.anchor_rank = trainer->anchor.rank;
+    plan.anchor_rank = trainer->anchor.rank, plan.unfiltered = opts->anchor_use == 1;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
+    if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
+        KltShape shape = klt_shape(trainer);
+        plan.table_bytes = (double)(klt_estimate_table(&shape, 0) + klt_estimate_table(&shape, 1));
+    }
+    return plan;
+}
+
+// What the mesh will cost, beside the variants of the method.
+static int print_estimate(const Trainer *trainer) {
+    MeshPlan plan = estimate_plan(trainer);
+    KltShape shape = klt_shape(trainer);
+    if (plan.table_bytes > 0.0) print_tables(&shape);
     if (mesh_estimate_print(stdout, &plan)) return -1;
     if (trainer->dp == MESH_DP_DILOCO) print_compression(trainer);
     return 0;
