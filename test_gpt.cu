@@ -4200,7 +4200,6 @@ static void test_estimate(void) {
         check(s == 0 || cell->act_bytes < variants[6].cells[0].act_bytes, "more in flight on stage %d than on 0", s);
     }
     check(params == untied && layers == 16.0, "%g parameters, %g layers", params, layers);
-    for (int i = 0; i < MESH_VARIANTS; i++) mesh_estimate_free(&variants[i]);
 
     // an anchor that cannot keep its delay holds the fast circuit up
     changed = plan, changed.anchor_delay = 1;
@@ -4224,6 +4223,21 @@ static void test_estimate(void) {
     check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
     check_within(e.step_s, 8192.0 * tokens * 8.0 / 1e6 + 6 * 0.010, 1e-12, "a slow link");
     mesh_estimate_free(&e);
+
+    // tables: of both sides of a boundary, sent as often as factors, which may be left out; memory where they lie
+    changed = plan, changed.table_bytes = 3e6, changed.unfiltered = 1;
+    changed.table_memory = 1e9, changed.codec_memory = 1e10, changed.learn_memory = 1e11;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check_within(e.anchor_bytes, 3e6 * 6.0 / 4.0 / (20 * tokens), 1e-12, "tables without factors");
+    for (int s = 0; s < 4; s++) {
+        const CellEstimate *with = &e.cells[s], *without = &variants[6].cells[s];
+        double beside = s == 0 || s == 3 ? 1.0 : 2.0;
+        check_within(with->memory_bytes - without->memory_bytes, 1e10 + beside * 1e9, 1e-6, "a cell's tables");
+        check_within(with->anchor_memory_bytes - without->anchor_memory_bytes + 1.0, (s > 0) * 1e11 + 1.0, 1e-6,
+                     "what the anchor learns with");
+    }
+    mesh_estimate_free(&e);
+    for (int i = 0; i < MESH_VARIANTS; i++) mesh_estimate_free(&variants[i]);
 
     // one cell, alone: the model as it is, tied, and the memory train_gpt.cu would take
     static const char *const models[] = {"smollm2-135m", "tinyllama-1.1b"};
@@ -5337,7 +5351,7 @@ static void klt_plan_against_run(const char *words) {
         planned_moments += klt_memory_moments(shape.H, shape.V > 0 && i % 2 == CODEC_FORWARD, LEARNER_ROWS).device;
         if (place->tables[i].head.K > K) K = place->tables[i].head.K;
     }
-    KltMemory work = klt_memory_work(&shape, K), cells = klt_memory_cells(&shape, shape.H);
+    KltMemory work = klt_memory_work(&shape, K), cells = klt_memory_cells(&shape, shape.H, learner->n_boundaries);
     check_bytes(work.device, (int64_t)place->work.device.n_bytes, "scratch of messages");
     check_bytes(work.host, (int64_t)place->work.host_bytes, "the host's part of messages");
     check_bytes(planned_moments, moments, "moments");
@@ -5350,9 +5364,9 @@ static void klt_plan_against_run(const char *words) {
                      (int64_t)learner->work.device.n_bytes + allocated(fit.device);
     klt_fit_free(&fit);
     anchor += 4 * (3 * (int64_t)shape.H * shape.H + 7 * (int64_t)shape.H); // eigenvectors
-    check_bytes(klt_memory_anchor(&shape).device, anchor, "the anchor's part");
+    check_bytes(klt_memory_anchor(&shape, learner->n_boundaries).device, anchor, "the anchor's part");
     MeshBytes all = mesh_bytes(trainer);
-    check_within((double)(all.codec + klt_memory_anchor(&shape).device),
+    check_within((double)(all.codec + klt_memory_anchor(&shape, learner->n_boundaries).device),
                  (double)(anchor + tables + allocated(place->embed) + (int64_t)place->work.device.n_bytes), 0.05,
                  words);
     check(all.host > trainer->mesh.message_bytes + work.host + blobs, "the host's part: %lld", (long long)all.host);
@@ -5514,6 +5528,7 @@ static const struct {
     {"anchor_update", test_anchor_update},
     {"filtered_step", test_filtered_step},
     {"wire_feedback", test_wire_feedback},
+    {"codec_memory", test_codec_memory},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -5542,9 +5557,6 @@ static const struct {
     {"anchor_auto", test_anchor_auto},
     {"mesh_resume", test_mesh_resume},
     {"klt_mesh", test_klt_mesh},
-#ifndef DEVICE_CUDA
-    {"codec_memory", test_codec_memory},
-#endif
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
     {"dense", test_dense},

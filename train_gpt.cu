@@ -3076,7 +3076,6 @@ static KltShape klt_shape(const Trainer *trainer) {
     const Config *config = &trainer->config;
     KltShape shape = {config->channels,
                       opts->klt_predict ? config->vocab : 0,
-                      trainer->mesh.n_stages - 1,
                       trainer->mesh.micro_batch * trainer->T,
                       LEARNER_ROWS,
                       opts->codec_coding == 1,
@@ -3127,7 +3126,8 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     bytes.anchor = anchor_bytes(trainer);
     if (mesh->codec.kind != CODEC_KLT) return bytes;
     KltShape shape = klt_shape(trainer);
-    KltMemory cells = klt_memory_cells(&shape, shape.H), anchor = klt_memory_anchor(&shape);
+    KltMemory cells = klt_memory_cells(&shape, shape.H, mesh->n_stages - 1);
+    KltMemory anchor = klt_memory_anchor(&shape, mesh->n_stages - 1);
     bytes.codec = cells.device, bytes.anchor += anchor.device, bytes.host += cells.host + anchor.host;
     return bytes;
 }
@@ -3296,6 +3296,9 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
         KltShape shape = klt_shape(trainer);
         plan.table_bytes = (double)(klt_estimate_table(&shape, 0) + klt_estimate_table(&shape, 1));
+        plan.table_memory = (double)klt_memory_tables(&shape, shape.H).device;
+        plan.codec_memory = (double)klt_memory_cells(&shape, shape.H, 0).device;
+        plan.learn_memory = (double)klt_memory_anchor(&shape, 1).device;
     }
     return plan;
 }

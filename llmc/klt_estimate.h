@@ -1,8 +1,8 @@
 // What the transform codec will take before it has learned anything: memory and bytes of its tables, by formula. Part
 // of a program that has klt.h or klt.cuh, whose sizes it names.
 //
-//   KltShape shape = {H, V, n_boundaries, rows, sample, fixed, budget};
-//   KltMemory cells = klt_memory_cells(&shape, shape.H), anchor = klt_memory_anchor(&shape);
+//   KltShape shape = {H, V, rows, sample, fixed, budget};
+//   KltMemory cells = klt_memory_cells(&shape, H, n_boundaries), anchor = klt_memory_anchor(&shape, n_boundaries);
 //   int64_t n_bytes = klt_estimate_table(&shape, CODEC_FORWARD);
 //
 // How many components a table keeps is found by the anchor. Memory is for all of them, the most there can be. Bytes on
@@ -17,12 +17,11 @@
 #include "klt_table.h" // KltHeader, klt_table_bytes
 
 typedef struct {
-    int H, V;         // values of a token, tokens of the vocabulary; V 0: states are not predicted
-    int n_boundaries; // of a replica
-    int rows;         // tokens of a message, at most
-    int sample;       // rows of a sample, at most
-    int fixed;        // 1: fixed bits
-    double budget;    // bytes of a token
+    int H, V;      // values of a token, tokens of the vocabulary; V 0: states are not predicted
+    int rows;      // tokens of a message, at most
+    int sample;    // rows of a sample, at most
+    int fixed;     // 1: fixed bits
+    double budget; // bytes of a token
 } KltShape;
 
 // Bytes of tensors' memory and of the host's.
@@ -58,14 +57,17 @@ static inline KltMemory klt_memory_work(const KltShape *shape, int K) {
     return bytes;
 }
 
-// What one GPU codes all messages of the cells with, K components a table.
-static inline KltMemory klt_memory_cells(const KltShape *shape, int K) {
-    KltMemory bytes = klt_memory_work(shape, K);
-    bytes.device += 4 * (int64_t)shape->V * shape->H;
-    for (int i = 0; i < 2 * shape->n_boundaries; i++) {
-        KltHeader head = klt_estimate_head(shape, i % 2, K);
-        bytes = klt_memory_sum(bytes, klt_memory_table(&head));
-    }
+// The tables of one boundary, K components each.
+static inline KltMemory klt_memory_tables(const KltShape *shape, int K) {
+    KltHeader forward = klt_estimate_head(shape, 0, K), backward = klt_estimate_head(shape, 1, K);
+    return klt_memory_sum(klt_memory_table(&forward), klt_memory_table(&backward));
+}
+
+// What one GPU codes all messages of n_boundaries with, K components a table: the frozen embedding too.
+static inline KltMemory klt_memory_cells(const KltShape *shape, int K, int n_boundaries) {
+    KltMemory bytes = klt_memory_work(shape, K), tables = klt_memory_tables(shape, K);
+    bytes.device += 4 * (int64_t)shape->V * shape->H + n_boundaries * tables.device;
+    bytes.host += n_boundaries * tables.host;
     return bytes;
 }
 
@@ -86,14 +88,14 @@ static inline KltMemory klt_memory_fit(const KltShape *shape) {
     return bytes;
 }
 
-// What the anchor learns with: moments of all boundaries, the embeddings of a micro-batch and their moments, scratch,
-// the tables of its last pass, and one fit at a time.
-static inline KltMemory klt_memory_anchor(const KltShape *shape) {
+// What the anchor learns the tables of n_boundaries with: moments, the embeddings of a micro-batch and their moments,
+// scratch, the tables of its last pass, and one fit at a time.
+static inline KltMemory klt_memory_anchor(const KltShape *shape, int n_boundaries) {
     int64_t H = shape->H, n = shape->rows, S = shape->sample, rows = (S + 15) / 16 * 16;
     int64_t adding = 4 * (n * H + n), projecting = 4 * (2 * S * H + H + rows);
     KltMemory bytes = klt_memory_fit(shape);
     bytes.device += adding > projecting ? adding : projecting, bytes.host += 4 * (n > S ? n : S);
-    for (int i = 0; i < 2 * shape->n_boundaries; i++) {
+    for (int i = 0; i < 2 * n_boundaries; i++) {
         KltHeader head = klt_estimate_head(shape, i % 2, shape->H);
         bytes = klt_memory_sum(bytes, klt_memory_moments(H, shape->V > 0 && i % 2 == 0, S));
         bytes.host += klt_table_bytes(&head);
