@@ -1414,8 +1414,8 @@ static int mesh_alloc_ends(Mesh *mesh, int64_t n_samples) {
 static int mesh_share_embed(Mesh *mesh) {
     const Config *config = &mesh->cells[0].stage.config;
     float *embed[MAX_GPUS];
+    if (mesh->n_gpus == 1 || mesh->klt[0].embed == NULL) return 0;
     for (int g = 0; g < mesh->n_gpus; g++) embed[g] = mesh->klt[g].embed;
-    if (mesh->n_gpus == 1 || embed[0] == NULL) return 0;
     return nccl_share(mesh->nccl, embed, (int64_t)config->vocab * config->channels, mesh->streams) ||
                    nccl_wait(mesh->nccl, mesh->streams)
                ? -1
