@@ -4273,7 +4273,6 @@ static void test_estimate(void) {
         check(s == 0 || cell->act_bytes < variants[6].cells[0].act_bytes, "more in flight on stage %d than on 0", s);
     }
     check(params == untied && layers == 16.0, "%g parameters, %g layers", params, layers);
-    for (int i = 0; i < MESH_VARIANTS; i++) mesh_estimate_free(&variants[i]);
 
     // an anchor that cannot keep its delay holds the fast circuit up
     changed = plan, changed.anchor_delay = 1;
@@ -4297,6 +4296,21 @@ static void test_estimate(void) {
     check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
     check_within(e.step_s, 8192.0 * tokens * 8.0 / 1e6 + 6 * 0.010, 1e-12, "a slow link");
     mesh_estimate_free(&e);
+
+    // tables: of both sides of a boundary, sent as often as factors, which may be left out; memory where they lie
+    changed = plan, changed.table_bytes = 3e6, changed.unfiltered = 1;
+    changed.table_memory = 1e9, changed.codec_memory = 1e10, changed.learn_memory = 1e11;
+    check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
+    check_within(e.anchor_bytes, 3e6 * 6.0 / 4.0 / (20 * tokens), 1e-12, "tables without factors");
+    for (int s = 0; s < 4; s++) {
+        const CellEstimate *with = &e.cells[s], *without = &variants[6].cells[s];
+        double beside = s == 0 || s == 3 ? 1.0 : 2.0;
+        check_within(with->memory_bytes - without->memory_bytes, 1e10 + beside * 1e9, 1e-6, "a cell's tables");
+        check_within(with->anchor_memory_bytes - without->anchor_memory_bytes + 1.0, (s > 0) * 1e11 + 1.0, 1e-6,
+                     "what the anchor learns with");
+    }
+    mesh_estimate_free(&e);
+    for (int i = 0; i < MESH_VARIANTS; i++) mesh_estimate_free(&variants[i]);
 
     // one cell, alone: the model as it is, tied, and the memory train_gpt.cu would take
     static const char *const models[] = {"smollm2-135m", "tinyllama-1.1b"};
@@ -5244,6 +5258,43 @@ static void test_mesh_clock(void) {
     mesh_run_close(run);
 }
 
+// Which codec a start recommends, and where. Must fail for: the first row of a codec taken for the nearest, a codec
+// that does not fit, the line for a codec that nothing beats.
+static void test_codec_table(void) {
+    static const char line[] =
+        "codec: at this budget klt keeps more of what is learned (README, \"What it achieves\"); "
+        "--codec klt needs an anchor, -x 2 or more\n";
+    static const struct {
+        CodecKind kind;
+        float p;
+        CodecKind better;
+    } cases[] = {
+        {CODEC_MASK, 0.95f, CODEC_KLT},       {CODEC_MASK, 0.9f, CODEC_KLT},     {CODEC_MASK, 0.99f, CODEC_KLT},
+        {CODEC_MASK, 0.7f, CODEC_QUANT4},     {CODEC_MASK, 0.5f, CODEC_QUANT4},  {CODEC_MASK, 0.4f, CODEC_MASK},
+        {CODEC_MASK, 0.8f, CODEC_MASK},       {CODEC_MASK, 0.0f, CODEC_MASK},    {CODEC_TOPK, 0.95f, CODEC_KLT},
+        {CODEC_TOPK, 0.9f, CODEC_TOPK},       {CODEC_KLT, 0.975f, CODEC_KLT},    {CODEC_KLT, 0.5f, CODEC_KLT},
+        {CODEC_BOTTLENECK, 0.95f, CODEC_KLT}, {CODEC_QUANT4, 0.0f, CODEC_QUANT4}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Codec codec;
+        codec_init(&codec, 2048, cases[i].p, MASK_SCALE_NONE, WIRE_BF16, 1);
+        codec.kind = cases[i].kind;
+        CodecKind better = codec_better(&codec, 2048);
+        check(better == cases[i].better, "%s at %g: %s, expected %s", codec_name(cases[i].kind), (double)cases[i].p,
+              codec_name(better), codec_name(cases[i].better));
+    }
+    check(codec_kept(CODEC_KLT, 20.0) == codec_kept(CODEC_KLT, 39.0) &&
+              codec_kept(CODEC_KLT, 40.0) < codec_kept(CODEC_KLT, 20.0),
+          "the nearest rate");
+    check(codec_kept(CODEC_KLT, 9.0) < 0.0f, "a rate below all rows");
+    write_corpus();
+    check_run(0, NULL, DEEP "-p 0.95 -n 1 -x 1 -o @/masked", line);
+    check(strstr(strstr(run_output, line) + 1, line) == NULL, "said twice:\n%s", run_output);
+    check_run(0, NULL, DEEP "--codec klt -p 0.95 --dry-run", "codec klt:");
+    check(strstr(run_output, "codec: at") == NULL, "%s", run_output);
+    check_run(0, NULL, DEEP "-p 0 -y 2 --dry-run", "mesh:");
+    check(strstr(run_output, "codec: at") == NULL, "%s", run_output);
+}
+
 #ifdef DEVICE_CUDA
 // The weights of two files are within tol of each other, tensor by tensor.
 static void check_close_models(const char *a, const char *b, double tol) {
@@ -5303,7 +5354,7 @@ static void test_codec_runs(void) {
             i, i == 0 ? "--codec quant8" : cases[i].words);
         check_run(0, NULL, command, "validation loss");
     }
-    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "codec, the host's");
+    check_run(0, NULL, SMALL "--codec aqsgd -y 2 -x 1 --dry-run", "messages, codec (host)");
     check_run(1, NULL, SMALL "--codec topk -y 2 --dry-run", "--codec topk sends what -p leaves; give -p");
     check_run(1, NULL, SMALL "--codec topk -p 0.99 -y 2 --dry-run", "too few for one and its index");
     check_run(1, NULL, SMALL "--codec quant4 -p 0.9 -y 2 --dry-run", "leave out -p, or choose another codec");
@@ -5334,11 +5385,139 @@ static void test_klt_mesh(void) {
     check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 2 -y 2 --anchor 0 -o @/refused", "give -x 2");
 }
 
-// A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
-static void test_device_mesh(void) {
+#ifndef DEVICE_CUDA // sees the host's allocations
+// Bytes of tensors' memory as it was asked for.
+static int64_t allocated(const void *memory) {
+    return memory == NULL
+               ? 0
+               : (int64_t)(*(const size_t *)(const void *)((const char *)memory - DEVICE_ALIGN) - DEVICE_ALIGN);
+}
+
+static int64_t allocated_moments(const KltMoments *moments) {
+    return allocated(moments->xx) + allocated(moments->sample);
+}
+
+static void check_bytes(int64_t planned, int64_t taken, const char *what) {
+    check(planned == taken, "%s: %lld bytes planned, %lld taken", what, (long long)planned, (long long)taken);
+}
+
+// Memory that the plan says klt takes, against what is allocated: exact for what is the plan's to say, at least as much
+// where it is the anchor's how many components a table has, and within 5% in all.
+static void klt_plan_against_run(const char *words) {
+    MeshRun *run = mesh_run_open(words);
+    Trainer *trainer = &run->trainer;
+    Learner *learner = &trainer->anchor.learner;
+    KltFit fit;
+    int K = 0, n_tables = 2 * learner->n_boundaries;
+    mesh_run_step(run);
+    anchor_state(&trainer->anchor, 1);
+    KltShape shape = klt_shape(trainer);
+    const KltPlace *place = &trainer->mesh.klt[0];
+    int64_t tables = 0, moments = 0, blobs = 0, most_tables = 0, planned_moments = 0;
+    for (int i = 0; i < n_tables; i++) {
+        KltHeader estimated = klt_estimate_head(&shape, i % 2, place->tables[i].head.K);
+        KltHeader most = klt_estimate_head(&shape, i % 2, shape.H);
+        check_bytes(klt_memory_table(&estimated).device, allocated(place->tables[i].memory), "a table");
+        check_bytes(klt_table_bytes(&estimated), place->tables[i].n_bytes, "a table's bytes");
+        tables += allocated(place->tables[i].memory), most_tables += klt_memory_table(&most).device;
+        moments += allocated_moments(&learner->moments[i]), blobs += place->tables[i].n_bytes;
+        planned_moments += klt_memory_moments(shape.H, shape.V > 0 && i % 2 == CODEC_FORWARD, LEARNER_ROWS).device;
+        if (place->tables[i].head.K > K) K = place->tables[i].head.K;
+    }
+    KltMemory work = klt_memory_work(&shape, K), cells = klt_memory_cells(&shape, shape.H, learner->n_boundaries);
+    check_bytes(work.device, (int64_t)place->work.device.n_bytes, "scratch of messages");
+    check_bytes(work.host, (int64_t)place->work.host_bytes, "the host's part of messages");
+    check_bytes(planned_moments, moments, "moments");
+    check_bytes(4 * (int64_t)shape.V * shape.H, allocated(place->embed), "the frozen embedding");
+    check_bytes(cells.device, most_tables + 4 * (int64_t)shape.V * shape.H + klt_memory_work(&shape, shape.H).device,
+                "the cells' part");
+    check(tables <= most_tables, "tables take %lld bytes, planned %lld", (long long)tables, (long long)most_tables);
+    check(klt_fit_alloc(&fit, shape.H) == 0, "%s", error_message);
+    int64_t anchor = moments + allocated_moments(&learner->embedding) + allocated(learner->e) +
+                     (int64_t)learner->work.device.n_bytes + allocated(fit.device);
+    klt_fit_free(&fit);
+    anchor += 4 * (3 * (int64_t)shape.H * shape.H + 7 * (int64_t)shape.H); // eigenvectors
+    check_bytes(klt_memory_anchor(&shape, learner->n_boundaries).device, anchor, "the anchor's part");
+    MeshBytes all = mesh_bytes(trainer);
+    check_within((double)(all.codec + klt_memory_anchor(&shape, learner->n_boundaries).device),
+                 (double)(anchor + tables + allocated(place->embed) + (int64_t)place->work.device.n_bytes), 0.05,
+                 words);
+    check(all.host > trainer->mesh.message_bytes + work.host + blobs, "the host's part: %lld", (long long)all.host);
+    mesh_run_close(run);
+}
+
+// Must fail for: the frozen embedding, the cross moments or the scratch left out; caches of aqsgd that do not count.
+static void test_codec_memory(void) {
+    write_corpus();
+    klt_plan_against_run(DEEP "-n 100 --codec klt -p 0.8 -x 2 -y 3 -b 70 --micro-batch 2");
+    klt_plan_against_run(DEEP "-n 100 --codec klt -p 0.8 -x 2 -y 2 -b 70 --klt-predict 0 --codec-coding fixed");
+    MeshRun *run = mesh_run_open(DEEP "-n 100 --codec aqsgd -x 1 -y 3");
+    Trainer *trainer = &run->trainer;
+    MeshBytes bytes = mesh_bytes(trainer);
+    int64_t windows = trainer->data.train.n_windows, caches = 4 * windows * (2 * 16 * 24 + 1);
+    check_bytes(bytes.host, trainer->mesh.message_bytes + caches, "messages and caches");
+    check(mesh_fits(trainer) == 0, "%s", error_message);
+    trainer->data.train.n_windows = device_memory() / (4 * 2 * 16 * 24); // caches that leave room for nothing else
+    check_error(mesh_fits(trainer), "codec", "caches as large as the memory");
+    trainer->data.train.n_windows = windows;
+    mesh_run_close(run);
+}
+#endif
+
+// Bytes that --dry-run estimates of tables and factors, against those of a run: a delivery to one replica. Must fail
+// for: a table that is counted once and not on both sides, factors that are not sent, the embedding at each delivery.
+static void test_klt_estimate(void) {
+    static const char *const words[] = {DEEP QUIET "--wire bf16 --codec klt -p 0.8 -x 2 -y 3 --anchor-delay 1 -b 40",
+                                        DEEP QUIET "--wire bf16 --codec klt -p 0.9 -x 2 -y 2 --anchor-delay 1 "
+                                                   "--anchor-use none --klt-predict 0 -b 40"};
+    enum { DELIVERIES = 4 };
+    write_corpus();
+    for (int i = 0; i < 2; i++) {
+        MeshRun *run = mesh_run_open(words[i]);
+        Trainer *trainer = &run->trainer;
+        MeshEstimate estimate;
+        MeshPlan plan = estimate_plan(trainer);
+        int Y = trainer->mesh.n_stages;
+        for (int step = 0; step < DELIVERIES; step++) mesh_run_step(run); // each with a delivery, the first with two
+        KltShape shape = klt_shape(trainer);
+        int64_t once = 2 * (int64_t)shape.V * shape.H * (Y - 1);
+        double counted = (double)(trainer->anchor.factor_bytes - once) / trainer->anchor.deliveries;
+        check(mesh_estimate(&estimate, &plan) == 0, "%s", error_message);
+        double snapshot = 2.0 * (double)trainer->n_params, tokens = (double)plan.batch * plan.T;
+        check_within(estimate.anchor_bytes * Y * tokens - snapshot, counted, 0.1, "a delivery");
+        check(plan.table_bytes * 2 * (Y - 1) > (i == 0 ? 0.3 : 0.9) * counted, "tables: %g of %g bytes",
+              plan.table_bytes * 2 * (Y - 1), counted);
+        mesh_estimate_free(&estimate);
+        mesh_run_close(run);
+    }
+    check_run(0, NULL, DEEP "--codec klt -p 0.8 -x 2 --dry-run", "tables of klt, an estimate: ");
+    check(strstr(run_output, "and once the first embedding, 6192 values") != NULL, "%s", run_output);
+    check_run(0, NULL, DEEP "--codec klt -p 0.8 -x 2 --klt-predict 0 --dry-run", "tables of klt, an estimate: ");
+    check(strstr(run_output, "embedding, 6192") == NULL, "%s", run_output);
+}
+
 #define TINY_MESH                                                                                                      \
     "--init d=16,layers=2,heads=2,kv=1,ffn=24,vocab=258,ctx=32 -d @/corpus.jsonl -b 2 --micro-batch 1 -t 8 -n 5 "      \
     "--val-tokens 16 --val-every 100 -p 0.5 -x 3 -y 2 --anchor-delay 2 --local-steps 2 --fragments 2 --probe 4 "
+
+#ifdef DEVICE_CUDA
+// Tables and controllers of klt on two GPUs: close to one GPU, reproducible, resumed or not the same bits, and as many
+// bytes. Must fail for: tables or embedding on the first GPU only, a controller for each GPU.
+static void check_klt_gpus(void) {
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt -o @/klt_one", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt --gpus 2 -o @/klt_two", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "-l 1e-4 --codec klt --gpus 2 -o @/klt_half --stop-after 3", "stopped after step 3");
+    check_run(0, NULL, "-o @/klt_half --resume", "done: 5 steps");
+    check(same_file("klt_two/latest/model.bin", "klt_half/latest/model.bin"), "klt, two GPUs, resumed: other weights");
+    check(same_file("klt_two/latest/anchor.bin", "klt_half/latest/anchor.bin"), "klt, two GPUs, resumed: other tables");
+    check(same_file("klt_two/latest/optimizer.bin", "klt_half/latest/optimizer.bin"),
+          "klt, two GPUs: other controllers");
+    check_close_models("klt_two/latest/model.bin", "klt_one/latest/model.bin", model_tol(2e-5, 1e-3));
+}
+#endif
+
+// A mesh on a device: masks, anchor, outer steps; resumed or not, same bits.
+static void test_device_mesh(void) {
     static const char *const files[] = {"model.bin", "optimizer.bin", "optimizer_1.bin", "anchor.bin"};
     write_corpus();
     check_run(0, NULL, TINY_MESH "-o @/whole", "done: 5 steps");
@@ -5352,6 +5531,7 @@ static void test_device_mesh(void) {
         check_run(0, NULL, TINY_MESH "-l 1e-4 --gpus 2 -o @/again", "done: 5 steps");
         check(same_file("two/latest/model.bin", "again/latest/model.bin"), "two GPUs, another time other bits");
         check_close_models("two/latest/model.bin", "one/latest/model.bin", model_tol(2e-5, 1e-3));
+        check_klt_gpus();
     }
     check_run(1, NULL, TINY_MESH "--gpus 3 -o @/three", "2 micro-batches");
 #else
@@ -5422,6 +5602,7 @@ static const struct {
     {"anchor_update", test_anchor_update},
     {"filtered_step", test_filtered_step},
     {"wire_feedback", test_wire_feedback},
+    {"codec_memory", test_codec_memory},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -5450,6 +5631,8 @@ static const struct {
     {"anchor_auto", test_anchor_auto},
     {"mesh_resume", test_mesh_resume},
     {"klt_mesh", test_klt_mesh},
+    {"klt_estimate", test_klt_estimate},
+    {"codec_table", test_codec_table},
     {"dense", test_dense},
     {"probe", test_probe},
     {"partition", test_partition},

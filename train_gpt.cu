@@ -32,11 +32,13 @@
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
+#include "llmc/codec_table.h"
 #include "llmc/config.h"
 #include "llmc/dataset.h"
 #include "llmc/error.h"
 #include "llmc/estimate.h"
 #include "llmc/file.h"
+#include "llmc/host_memory.h"
 #include "llmc/link.h"
 #include "llmc/model_file.h"
 #include "llmc/partition.h"
@@ -85,6 +87,7 @@
 #include "llmc/swiglu.h"
 #include "llmc/vector.h"
 #endif
+#include "llmc/klt_estimate.h" // of the tables above
 
 #define MESHTUNE_VERSION "0.1.0"
 
@@ -102,7 +105,7 @@ typedef struct {
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, klt_predict, anchor_use;
-    float klt_metric;
+    float klt_metric, klt_forward;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -150,6 +153,7 @@ static const Option option_table[] = {
 { "",   "codec",         OPTION_CHOICE, FIELD(codec),        "mask", 0,     0,      codec_names, "how boundary tensors travel" },
 { "",   "codec-coding",  OPTION_CHOICE, FIELD(codec_coding), "entropy", 0,  0,      "entropy|fixed", "klt: symbols of any length, or a fixed number of bits a component" },
 { "",   "klt-predict",   OPTION_INT,    FIELD(klt_predict),  "1",    0,     1,      NULL, "klt: 1 = states are predicted from their tokens' first embeddings" },
+{ "",   "klt-forward",   OPTION_FLOAT,  FIELD(klt_forward),  "0.7", 0.05,  0.95,   NULL, "klt: share of the bytes that states get; gradients get the rest" },
 { "",   "klt-metric",    OPTION_FLOAT,  FIELD(klt_metric),   "1",    0,     1,      NULL, "klt: states are coded by what the loss feels: power of their gradients' covariance; 0 = all errors count alike" },
 { "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p or a codec is given, else 1" },
 { "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p or a codec is given, else 1" },
@@ -1205,6 +1209,13 @@ typedef struct {
     Sent step, total;
 } Cell;
 
+// What one GPU codes messages of klt with. Each has a copy, made of the same bytes.
+typedef struct {
+    KltTable *tables; // (n_stages - 1, 2) in use, by boundary and direction; NULL: another codec
+    float *embed;     // (V, C) the embedding the run has begun with; NULL: states are not predicted
+    KltWork work;     // what messages pass through, one after the other
+} KltPlace;
+
 typedef struct {
     int n_replicas, n_stages; // of the fast circuit
     int micro_batch;
@@ -1224,6 +1235,7 @@ typedef struct {
     int n_gpus;
     Nccl *nccl;
     Stream *streams[MAX_GPUS]; // one a GPU; the first is `stream`
+    KltPlace klt[MAX_GPUS];
 } Mesh;
 
 static Cell *mesh_cell(const Mesh *mesh, int replica, int stage) {
@@ -1248,6 +1260,26 @@ static CodecEnd *mesh_end(const Mesh *mesh, int replica, int boundary, int behin
     return &mesh->ends[2 * (replica * (mesh->n_stages - 1) + boundary) + behind];
 }
 
+// The same for messages that GPU number `gpu` codes: what an end remembers is the host's, tables are of a GPU.
+static CodecEnd *mesh_end_on(const Mesh *mesh, int replica, int boundary, int behind, int gpu) {
+    CodecEnd *end = mesh_end(mesh, replica, boundary, behind);
+    const KltPlace *place = &mesh->klt[gpu];
+    for (int d = 0; d < 2 && place->tables != NULL; d++) {
+        const KltTable *table = &place->tables[2 * boundary + d];
+        end->klt[d].table = table->blob != NULL ? table : NULL;
+        end->klt[d].work = (void *)&place->work, end->klt[d].embed = place->embed;
+    }
+    return end;
+}
+
+static void klt_place_free(KltPlace *place, int n_tables) {
+    for (int i = 0; i < n_tables && place->tables != NULL; i++) klt_table_free(&place->tables[i]);
+    free(place->tables);
+    device_free(place->embed);
+    klt_work_free(&place->work);
+    memset(place, 0, sizeof *place);
+}
+
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
     nccl_destroy(mesh->nccl); // its sums end before their memory goes
@@ -1255,8 +1287,10 @@ static void mesh_free(Mesh *mesh) {
         if (mesh->streams[g] != NULL) stream_use(mesh->streams[g]);
         for (int i = 0; i < n_cells; i++)
             if (mesh->cells[i].more != NULL) stage_free(cell_stage(&mesh->cells[i], g));
+        klt_place_free(&mesh->klt[g], 2 * (mesh->n_stages - 1));
     }
     if (mesh->stream != NULL) stream_use(mesh->stream);
+    klt_place_free(&mesh->klt[0], 2 * (mesh->n_stages - 1));
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
         free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
@@ -1379,6 +1413,33 @@ static int mesh_alloc_ends(Mesh *mesh, int64_t n_samples) {
     return 0;
 }
 
+// The further GPUs have the first one's frozen embedding from here on.
+static int mesh_share_embed(Mesh *mesh) {
+    const Config *config = &mesh->cells[0].stage.config;
+    float *embed[MAX_GPUS];
+    if (mesh->n_gpus == 1 || mesh->klt[0].embed == NULL) return 0;
+    for (int g = 0; g < mesh->n_gpus; g++) embed[g] = mesh->klt[g].embed;
+    return nccl_share(mesh->nccl, embed, (int64_t)config->vocab * config->channels, mesh->streams) ||
+                   nccl_wait(mesh->nccl, mesh->streams)
+               ? -1
+               : 0;
+}
+
+// What each GPU needs for messages of klt: room for tables, and the first replica's embedding as it is now.
+static int mesh_alloc_klt(Mesh *mesh, int predicts) {
+    const Stage *first = &mesh->cells[0].stage;
+    size_t embed_bytes = sizeof(float) * (size_t)first->config.vocab * (size_t)first->config.channels;
+    for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
+        KltPlace *place = &mesh->klt[g];
+        stream_use(mesh->streams[g]);
+        place->tables = (KltTable *)calloc(2 * (size_t)mesh->n_stages, sizeof(KltTable));
+        if (place->tables == NULL) return error_set("out of memory for the transform codec's tables");
+        if (predicts && (place->embed = (float *)device_alloc(embed_bytes)) == NULL) return -1;
+    }
+    if (predicts) device_copy(mesh->klt[0].embed, first->p.embed, embed_bytes, mesh->stream);
+    return mesh_share_embed(mesh);
+}
+
 // Simulated time of the mesh: its latest cell's.
 static double mesh_now(const Mesh *mesh) {
     double now = 0.0;
@@ -1428,11 +1489,11 @@ static CodecContext boundary_context(const Pass *pass, int replica, int boundary
     return context;
 }
 
-// Encodes a boundary tensor into the mesh's message; bytes, or -1.
-static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N, Stream *stream) {
-    CodecEnd *end = mesh_end(mesh, context->replica, context->boundary, context->direction == CODEC_BACKWARD);
+// Encodes a boundary tensor of a GPU into the mesh's message; bytes, or -1.
+static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX *x, int N, int gpu) {
+    CodecEnd *end = mesh_end_on(mesh, context->replica, context->boundary, context->direction == CODEC_BACKWARD, gpu);
     return codec_encode(&mesh->codec, end, context, x, N, mesh->cells[0].stage.config.channels, mesh->message,
-                        mesh->message_bytes, stream);
+                        mesh->message_bytes, mesh->streams[gpu]);
 }
 
 // Sends the message that lies in mesh->message.
@@ -1445,16 +1506,16 @@ static int cell_send(Mesh *mesh, Cell *cell, Link *link, int64_t n_bytes, Traffi
     return link_send(link, mesh->message, n_bytes, arrival);
 }
 
-// Takes the next message of a link that has one and decodes it into x.
+// Takes the next message of a link that has one and decodes it into x, which a GPU holds.
 static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *context, floatX *x, int N, int counted,
-                        Stream *stream) {
+                        int gpu) {
     int64_t n_bytes;
     double arrival;
     if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
     if (counted) clock_receive(&cell->clock, arrival);
-    CodecEnd *end = mesh_end(mesh, context->replica, context->boundary, context->direction == CODEC_FORWARD);
+    CodecEnd *end = mesh_end_on(mesh, context->replica, context->boundary, context->direction == CODEC_FORWARD, gpu);
     return codec_decode(&mesh->codec, end, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
-                        stream);
+                        mesh->streams[gpu]);
 }
 
 static Link *link_before(const Mesh *mesh, Link *links, const Cell *cell) {
@@ -1515,7 +1576,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     stream_use(stream);
     if (work.kind == WORK_FORWARD) {
         if (!stage->has_embed && cell_receive(mesh, cell, link_before(mesh, mesh->forward, cell), &before,
-                                              stage_input(stage, slot), N, pass->counted, stream))
+                                              stage_input(stage, slot), N, pass->counted, gpu))
             return -1;
         stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, stream);
         if (stage->has_head) {
@@ -1524,16 +1585,16 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
             head_seconds = seconds() - middle;
         } else {
             to = link_behind(mesh, mesh->forward, cell);
-            n_bytes = cell_encode(mesh, &behind, stage->last, N, stream);
+            n_bytes = cell_encode(mesh, &behind, stage->last, N, gpu);
         }
     } else {
         if (!stage->has_head && cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx,
-                                             N, pass->counted, stream))
+                                             N, pass->counted, gpu))
             return -1;
         stage_backward(stage, slot, B, T, is_first, is_last ? &hook : NULL, stream);
         if (!stage->has_embed) {
             to = link_before(mesh, mesh->backward, cell);
-            n_bytes = cell_encode(mesh, &before, stage->d.dx, N, stream);
+            n_bytes = cell_encode(mesh, &before, stage->d.dx, N, gpu);
         }
     }
     if (cells_are_timed(mesh)) stream_wait(stream);
@@ -1610,11 +1671,11 @@ static int pass_masked(void *context, int boundary, const uint32_t *tokens, floa
     Mesh *mesh = masked->mesh;
     CodecContext where = codec_context(boundary, 0, masked->micro_batch++ & 0xFFF, 0, 1);
     where.tokens = tokens;
-    int64_t n_bytes = codec_encode(&mesh->codec, mesh_end(mesh, 0, boundary, 0), &where, from, N, C, mesh->message,
-                                   mesh->message_bytes, stream);
+    int64_t n_bytes = codec_encode(&mesh->codec, mesh_end_on(mesh, 0, boundary, 0, 0), &where, from, N, C,
+                                   mesh->message, mesh->message_bytes, stream);
     return n_bytes < 0 ? -1
-                       : codec_decode(&mesh->codec, mesh_end(mesh, 0, boundary, 1), &where, mesh->message, n_bytes, to,
-                                      N, C, stream);
+                       : codec_decode(&mesh->codec, mesh_end_on(mesh, 0, boundary, 1, 0), &where, mesh->message,
+                                      n_bytes, to, N, C, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1923,8 +1984,8 @@ typedef struct {
     // fixed at start
     int n_boundaries, predicts, fixed, C, V;
     int layer[CONFIG_MAX_LAYERS];
-    double budget, metric; // bytes of a token and direction; gamma (klt_learn.h)
-    float *embed;          // (V, C) the embedding the run has begun with
+    double budget[2], metric; // bytes of a token by direction; gamma (klt_learn.h)
+    const float *embed;       // (V, C) the embedding the run has begun with, as the first GPU has it
     // the anchor thread's
     KltMoments *moments;  // (n_boundaries, 2)
     KltMoments embedding; // of embed's rows
@@ -1936,9 +1997,7 @@ typedef struct {
     int64_t *blob_bytes;
     KltReport *reports; // (n_boundaries, 2) of those
     // the fast circuit's
-    KltTable *tables;        // (n_boundaries, 2) in use
-    KltReport *used_reports; // of those
-    KltWork mesh_work;
+    KltReport *used_reports; // (n_boundaries, 2) of the tables in use
     int embed_counted;
 } Learner;
 
@@ -2038,23 +2097,19 @@ static void learner_free(Learner *learner) {
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
         if (learner->moments != NULL) klt_moments_free(&learner->moments[i]);
         if (learner->blobs != NULL) free(learner->blobs[i]);
-        if (learner->tables != NULL) klt_table_free(&learner->tables[i]);
     }
     klt_moments_free(&learner->embedding);
     klt_work_free(&learner->work);
-    klt_work_free(&learner->mesh_work);
     free(learner->moments);
     free(learner->blobs);
     free(learner->blob_bytes);
     free(learner->reports);
     free(learner->used_reports);
-    free(learner->tables);
-    device_free(learner->embed);
     device_free(learner->e);
     memset(learner, 0, sizeof *learner);
 }
 
-// Memory. The fields fixed at start are set by the caller, but for embed's values. rows: of a micro-batch and a pass.
+// Memory. The fields fixed at start are set by the caller. rows: of a micro-batch and a pass.
 static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
     size_t n = 2 * (size_t)learner->n_boundaries;
     learner->stride = (int)larger(pass_rows / LEARNER_ROWS, 1);
@@ -2063,18 +2118,16 @@ static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
     learner->blob_bytes = (int64_t *)calloc(n, sizeof(int64_t));
     learner->reports = (KltReport *)calloc(n, sizeof(KltReport));
     learner->used_reports = (KltReport *)calloc(n, sizeof(KltReport));
-    learner->tables = (KltTable *)calloc(n, sizeof(KltTable));
     if (learner->moments == NULL || learner->blobs == NULL || learner->blob_bytes == NULL || learner->reports == NULL ||
-        learner->used_reports == NULL || learner->tables == NULL)
+        learner->used_reports == NULL)
         return error_set("out of memory for the transform codec's tables");
     for (size_t i = 0; i < n; i++)
         if (klt_moments_alloc(&learner->moments[i], learner->C, learner->predicts && i % 2 == CODEC_FORWARD,
                               LEARNER_ROWS))
             return -1;
     if (!learner->predicts) return 0;
-    learner->embed = (float *)device_alloc(sizeof(float) * (size_t)learner->V * (size_t)learner->C);
     learner->e = (float *)device_alloc(sizeof(float) * (size_t)micro_rows * (size_t)learner->C);
-    return learner->embed == NULL || learner->e == NULL ? -1 : klt_moments_alloc(&learner->embedding, learner->C, 0, 0);
+    return learner->e == NULL ? -1 : klt_moments_alloc(&learner->embedding, learner->C, 0, 0);
 }
 
 static void learner_begin(Learner *learner, Stream *stream) {
@@ -2125,9 +2178,15 @@ static int learner_tables(Learner *learner, int64_t pass, uint64_t seed, Stream 
         int weighs = !backward && learner->metric > 0.0 && gradients->weight > 0.0;
         KltSources from = {&learner->moments[i], predicts ? &learner->embedding : NULL, weighs ? gradients : NULL,
                            learner->embed};
-        KltSettings settings = {
-            (uint32_t)pass,        backward, learner->fixed, 0.45f, backward ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3,
-            8.0 * learner->budget, seed,     learner->metric};
+        KltSettings settings = {(uint32_t)pass,
+                                backward,
+                                learner->fixed,
+                                0.45f,
+                                backward ? KLT_FLOOR_BACKWARD : KLT_FLOOR,
+                                1e-3,
+                                8.0 * learner->budget[backward],
+                                seed,
+                                learner->metric};
         free(learner->blobs[i]);
         learner->blobs[i] = NULL;
         if (learner->moments[i].n_sample == 0) continue;
@@ -2150,21 +2209,19 @@ static json_t *learner_reports(const Learner *learner) {
 }
 
 // Puts the tables of the last pass into use at all ends of their boundaries. Returns bytes a replica, or -1.
-static int64_t learner_use(Mesh *mesh, Learner *learner, Stream *stream) {
+static int64_t learner_use(Mesh *mesh, Learner *learner) {
     int64_t n_bytes = 0;
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
-        KltTable *table = &learner->tables[i];
-        if (learner->blobs[i] != NULL) {
+        if (learner->blobs[i] == NULL) continue;
+        for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
+            KltTable *table = &mesh->klt[g].tables[i];
+            stream_use(mesh->streams[g]);
             klt_table_free(table);
-            if (klt_table_load(table, learner->blobs[i], learner->blob_bytes[i], learner->C, stream)) return -1;
-            learner->used_reports[i] = learner->reports[i];
-            n_bytes += klt_table_sent(&table->head);
+            if (klt_table_load(table, learner->blobs[i], learner->blob_bytes[i], learner->C, mesh->streams[g]))
+                return -1;
         }
-        for (int r = 0; r < 2 * mesh->n_replicas; r++) {
-            KltEnd *end = &mesh_end(mesh, r / 2, i / 2, r % 2)->klt[i % 2];
-            end->table = table->blob != NULL ? table : NULL;
-            end->work = &learner->mesh_work, end->embed = learner->embed;
-        }
+        learner->used_reports[i] = learner->reports[i];
+        n_bytes += klt_table_sent(&mesh->klt[0].tables[i].head);
     }
     return n_bytes;
 }
@@ -2675,8 +2732,9 @@ static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, 
 
 // What the anchor knows of the boundaries: tables in use and of the last pass, moments and their weights, and the
 // embedding the run has begun with.
-static int learner_put(const Anchor *anchor, SafeTensorsWriter *writer, int begun) {
+static int learner_put(const Anchor *anchor, const Mesh *mesh, SafeTensorsWriter *writer, int begun) {
     const Learner *learner = &anchor->learner;
+    const KltTable *tables = mesh->klt[0].tables;
     char name[64];
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
         const KltMoments *moments = &learner->moments[i];
@@ -2685,7 +2743,7 @@ static int learner_put(const Anchor *anchor, SafeTensorsWriter *writer, int begu
         snprintf(name, sizeof name, "klt.%d.%d.weight", i / 2, i % 2);
         if (put_bytes(writer, begun, name, &moments->weight, sizeof moments->weight)) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.table", i / 2, i % 2);
-        if (put_bytes(writer, begun, name, learner->tables[i].blob, learner->tables[i].n_bytes)) return -1;
+        if (put_bytes(writer, begun, name, tables[i].blob, tables[i].n_bytes)) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.next", i / 2, i % 2);
         if (put_bytes(writer, begun, name, learner->blobs[i], learner->blob_bytes[i])) return -1;
         snprintf(name, sizeof name, "klt.%d.%d.report", i / 2, i % 2);
@@ -2745,7 +2803,7 @@ static int learner_load(Anchor *anchor, const SafeTensors *file) {
 }
 
 // Once the tables in use are: those of the last pass, and what predictions need.
-static int learner_load_next(Anchor *anchor, const SafeTensors *file) {
+static int learner_load_next(Anchor *anchor, Mesh *mesh, const SafeTensors *file) {
     Learner *learner = &anchor->learner;
     char name[64];
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
@@ -2758,7 +2816,8 @@ static int learner_load_next(Anchor *anchor, const SafeTensors *file) {
     if (!learner->predicts || learner->n_boundaries == 0) return 0;
     if (load_floats(anchor, file, "klt.embedding", learner->embedding.xx, learner->embedding.n_floats)) return -1;
     if (load_bytes(file, "klt.embedding.weight", &learner->embedding.weight, sizeof(double))) return -1;
-    return load_floats(anchor, file, "klt.embed", learner->embed, (int64_t)learner->V * learner->C);
+    if (load_floats(anchor, file, "klt.embed", mesh->klt[0].embed, (int64_t)learner->V * learner->C)) return -1;
+    return mesh_share_embed(mesh);
 }
 
 // The anchor's state: momentum and both sets of factors. run_save has waited for the pass at work, so
@@ -2777,7 +2836,7 @@ static int anchor_save(Trainer *trainer, const char *folder) {
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &set->n_floats, 1)) return -1;
             if (begun) stage_append(&anchor->stage, &writer, set->memory, set->n_floats, DTYPE_F32);
         }
-        if (learner_put(anchor, &writer, begun)) return -1;
+        if (learner_put(anchor, &trainer->mesh, &writer, begun)) return -1;
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
     return file_writer_close(&writer.file);
@@ -2827,9 +2886,9 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
                      : stage_read(&anchor->stage, anchor->sets[i].memory, anchor->sets[i].n_floats, tensor, 0);
     }
     if (result == 0) result = learner_load(anchor, &file);
-    if (result == 0 && learner_use(&trainer->mesh, &anchor->learner, trainer->stream) < 0) result = -1;
+    if (result == 0 && learner_use(&trainer->mesh, &anchor->learner) < 0) result = -1;
     anchor->learner.embed_counted = anchor->deliveries > 0;
-    if (result == 0) result = learner_load_next(anchor, &file);
+    if (result == 0) result = learner_load_next(anchor, &trainer->mesh, &file);
     safetensors_close(&file);
     if (result == 0 && anchor->launched >= 0 && !json_is_true(json_object_get(saved, "ready")))
         result = error_set("--resume: the anchor's pass in the checkpoint is not finished");
@@ -2971,8 +3030,8 @@ static int resume_settings(Trainer *trainer, json_t **state) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
         static const char *const fixed[] = {
-            "model",         "init",        "seq",   "dp",           "local-steps", "fragments", "overlap",
-            "powersgd-rank", "anchor-rank", "codec", "codec-coding", "klt-predict", "anchor-use"};
+            "model",         "init",        "seq",   "dp",           "local-steps", "fragments",   "overlap",
+            "powersgd-rank", "anchor-rank", "codec", "codec-coding", "klt-predict", "klt-forward", "anchor-use"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -3040,55 +3099,117 @@ static void bytes_add(StageBytes *sum, const StageBytes *more) {
     sum->scratch = larger(sum->scratch, more->scratch); // cells take turns
 }
 
-// What all cells of this process take, and the anchor apart.
-static void mesh_bytes(const Trainer *trainer, StageBytes *cells, int64_t *anchor) {
+// What the process takes, in bytes. With --gpus: what the first GPU does, which has all state.
+typedef struct {
+    StageBytes cells;
+    int64_t codec;  // the cells' boundaries, tensors' memory
+    int64_t anchor; // all of it, with what it learns of the boundaries
+    int64_t host;   // the host's: messages, what the ends of boundaries remember, the entropy coder
+} MeshBytes;
+
+// The transform codec's sizes in this run.
+static KltShape klt_shape(const Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    const Config *config = &trainer->config;
+    KltShape shape = {config->channels,
+                      opts->klt_predict ? config->vocab : 0,
+                      trainer->mesh.micro_batch * trainer->T,
+                      LEARNER_ROWS,
+                      opts->codec_coding == 1,
+                      opts->klt_metric > 0.0f,
+                      {codec_klt_budget(&trainer->mesh.codec, CODEC_FORWARD, config->channels),
+                       codec_klt_budget(&trainer->mesh.codec, CODEC_BACKWARD, config->channels)}};
+    return shape;
+}
+
+// Bytes of the anchor's model and factors; 0 where they cannot be planned.
+static int64_t anchor_bytes(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
     Stage whole;
-    int64_t largest = 0;
-    memset(cells, 0, sizeof *cells);
-    *anchor = 0;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-        StageBytes bytes = stage_bytes(&mesh->cells[i].stage, trainer->precision, trainer->threads);
-        bytes_add(cells, &bytes);
-        for (int t = 0; t < mesh->cells[i].stage.n_tensors; t++)
-            largest = larger(largest, mesh->cells[i].stage.tensors[t].n);
-    }
-    if (mesh->n_replicas > 1) cells->outer += mesh->n_replicas * 4 * largest; // what averages pass through
-    if (!trainer->anchored) return;
+    int64_t n_bytes = 0;
     if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
         whole.n_moments = 1, whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
-            *anchor = stage_bytes_sum(&bytes) + 8 * factor_floats(&whole, trainer->anchor.rank);
+            n_bytes = stage_bytes_sum(&bytes) + 8 * factor_floats(&whole, trainer->anchor.rank);
         }
     }
     stage_free(&whole);
+    return n_bytes;
+}
+
+// Windows of the training data that the ends of boundaries may remember.
+static int64_t mesh_samples(const Trainer *trainer) {
+    return mesh_model(&trainer->mesh, 0)->training ? trainer->data.train.n_windows : 0;
+}
+
+// What all cells of this process take, and the anchor.
+static MeshBytes mesh_bytes(const Trainer *trainer) {
+    const Mesh *mesh = &trainer->mesh;
+    MeshBytes bytes;
+    int64_t largest = 0;
+    memset(&bytes, 0, sizeof bytes);
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        StageBytes cell = stage_bytes(&mesh->cells[i].stage, trainer->precision, trainer->threads);
+        bytes_add(&bytes.cells, &cell);
+        for (int t = 0; t < mesh->cells[i].stage.n_tensors; t++)
+            largest = larger(largest, mesh->cells[i].stage.tensors[t].n);
+    }
+    if (mesh->n_replicas > 1) bytes.cells.outer += mesh->n_replicas * 4 * largest; // what averages pass through
+    bytes.host = mesh->message_bytes;
+    for (int i = 0; i < mesh_n_ends(mesh); i++) {
+        CodecShape shape = mesh_end_shape(mesh, i, mesh_samples(trainer));
+        bytes.host += codec_end_memory(&mesh->codec, &shape);
+    }
+    if (!trainer->anchored) return bytes;
+    bytes.anchor = anchor_bytes(trainer);
+    if (mesh->codec.kind != CODEC_KLT) return bytes;
+    KltShape shape = klt_shape(trainer);
+    KltMemory cells = klt_memory_cells(&shape, shape.H, mesh->n_stages - 1);
+    KltMemory anchor = klt_memory_anchor(&shape, mesh->n_stages - 1);
+    bytes.codec = cells.device, bytes.anchor += anchor.device, bytes.host += cells.host + anchor.host;
+    return bytes;
+}
+
+// What the device's memory has to hold.
+static int64_t mesh_bytes_device(const MeshBytes *bytes) {
+    return stage_bytes_sum(&bytes->cells) + bytes->codec + bytes->anchor + (DEVICE_IS_HOST ? bytes->host : 0);
 }
 
 // Gives up the bf16 copies of weights where they would not leave a quarter of the memory free.
 static void decide_rounding(Trainer *trainer) {
-    StageBytes cells;
-    int64_t anchor;
-    mesh_bytes(trainer, &cells, &anchor);
-    if (leaves_room(stage_bytes_sum(&cells) + anchor)) return;
+    MeshBytes bytes = mesh_bytes(trainer);
+    if (leaves_room(mesh_bytes_device(&bytes))) return;
     for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
         trainer->mesh.cells[i].stage.unrounded = 1;
 }
 
-// 0, or -1 if this machine cannot hold the mesh.
+// 0, or -1 if this machine cannot hold the mesh: the device, or the host beside it.
 static int mesh_fits(const Trainer *trainer) {
-    StageBytes cells;
-    int64_t anchor, memory = device_memory();
-    mesh_bytes(trainer, &cells, &anchor);
-    int64_t needed = stage_bytes_sum(&cells) + anchor;
+    MeshBytes bytes = mesh_bytes(trainer);
+    int64_t memory = device_memory(), needed = mesh_bytes_device(&bytes);
+    if (!DEVICE_IS_HOST && bytes.host > host_memory())
+        return error_set("%.1f GB of the host's memory are needed for messages and what codecs remember, it has %.1f",
+                         1e-9 * (double)bytes.host, 1e-9 * (double)host_memory());
     if (needed <= memory || memory == 0) return 0; // no device: stream_create says so
+    const StageBytes *cells = &bytes.cells;
     return error_set(
-        "%.1f GB are needed (parameters and optimizer %.1f, activations %.1f, anchor %.1f), the machine has "
-        "%.1f%s",
+        "%.1f GB are needed (parameters and optimizer %.1f, activations %.1f, anchor %.1f, codec %.1f), the machine "
+        "has %.1f%s",
         1e-9 * (double)needed,
-        1e-9 * (double)(cells.params + cells.rounded + cells.grads + cells.moments + cells.outer),
-        1e-9 * (double)(cells.acts + cells.scratch), 1e-9 * (double)anchor, 1e-9 * (double)memory,
+        1e-9 * (double)(cells->params + cells->rounded + cells->grads + cells->moments + cells->outer),
+        1e-9 * (double)(cells->acts + cells->scratch), 1e-9 * (double)bytes.anchor,
+        1e-9 * (double)(bytes.codec + (DEVICE_IS_HOST ? bytes.host : 0)), 1e-9 * (double)memory,
         mesh_model(&trainer->mesh, 0)->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
+}
+
+// Says so where another codec is known to learn more from as many bytes.
+static void print_better_codec(const Trainer *trainer) {
+    const Codec *codec = &trainer->mesh.codec;
+    CodecKind better = codec_better(codec, trainer->config.channels);
+    if (better == codec->kind) return;
+    printf("codec: at this budget %s keeps more of what is learned (README, \"What it achieves\")", codec_name(better));
+    printf(better == CODEC_KLT ? "; --codec klt needs an anchor, -x 2 or more\n" : "\n");
 }
 
 // The mesh in words.
@@ -3115,6 +3236,7 @@ static void print_mesh(const Trainer *trainer) {
                stage->first_layer, stage->first_layer + stage->n_layers - 1, stage->has_embed ? ", embedding" : "",
                stage->has_head ? ", head" : "", (long long)stage->n_params, stage->slots);
     }
+    if (mesh->n_stages > 1) print_better_codec(trainer);
 }
 
 static void print_plan(const Trainer *trainer) {
@@ -3122,14 +3244,10 @@ static void print_plan(const Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Mesh *mesh = &trainer->mesh;
     int training = mesh_model(mesh, 0)->training;
-    StageBytes bytes;
-    int64_t epoch = trainer->data.train.n_windows, anchor, codec = 0;
+    MeshBytes all = mesh_bytes(trainer);
+    StageBytes bytes = all.cells;
+    int64_t epoch = trainer->data.train.n_windows;
     char schedule[32];
-    mesh_bytes(trainer, &bytes, &anchor);
-    for (int i = 0; i < mesh_n_ends(mesh); i++) {
-        CodecShape shape = mesh_end_shape(mesh, i, epoch);
-        codec += codec_end_memory(&mesh->codec, &shape);
-    }
     printf("model: %d layers, d %d, heads %d/%d of %d, ffn %d, vocabulary %d, context %d, %s head\n", c->n_layers,
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
     print_count("parameters", (double)trainer->n_params, "");
@@ -3143,9 +3261,10 @@ static void print_plan(const Trainer *trainer) {
     if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
     print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
     print_count("scratch of the ops", (double)bytes.scratch, "B");
-    if (anchor > 0) print_count("anchor", (double)anchor, "B");
-    if (codec > 0) print_count("codec, the host's", (double)codec, "B");
-    print_count("in all", (double)(stage_bytes_sum(&bytes) + anchor + codec), "B");
+    if (all.anchor > 0) print_count("anchor", (double)all.anchor, "B");
+    if (all.codec > 0) print_count("codec", (double)all.codec, "B");
+    print_count("messages, codec (host)", (double)all.host, "B");
+    print_count("in all", (double)(stage_bytes_sum(&bytes) + all.anchor + all.codec + all.host), "B");
     if (device_memory() > 0)
         print_count("this device has", (double)device_memory(), "B");
     else
@@ -3181,9 +3300,22 @@ static void print_compression(const Trainer *trainer) {
     printf("  %-44s %12.0f %10.0f %8.1fx\n", "in all", whole, sent, whole / sent);
 }
 
-// What the mesh will cost over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90),
-// beside the variants of the method.
-static int print_estimate(const Trainer *trainer) {
+// Tables of klt, and what predictions need once.
+static void print_tables(const KltShape *shape) {
+    int64_t forward = klt_estimate_table(shape, 0), backward = klt_estimate_table(shape, 1);
+    printf("tables of klt, an estimate: %.1f kB forward and %.1f kB backward a boundary and delivery, to the stages on "
+           "both "
+           "sides; %d and %d of %d components\n",
+           1e-3 * (double)forward, 1e-3 * (double)backward, klt_estimate_components(shape, CODEC_FORWARD),
+           klt_estimate_components(shape, CODEC_BACKWARD), shape->H);
+    printf("  the first deliveries are more frequent, of steps 0, 0, 1, 2, 4 and so on up to --anchor-delay\n");
+    if (shape->V > 0)
+        printf("  and once the first embedding, %lld values, to all stages but the first; not counted below\n",
+               (long long)shape->V * shape->H);
+}
+
+// The run as a plan, over a link of --link-mbps (200 where it is not given) between cells of --device-tflops (90).
+static MeshPlan estimate_plan(const Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Mesh *mesh = &trainer->mesh;
     MeshPlan plan;
@@ -3194,13 +3326,28 @@ static int print_estimate(const Trainer *trainer) {
     plan.batch = opts->batch, plan.T = trainer->T, plan.micro_batch = trainer->B, plan.recompute = opts->recompute;
     plan.logits_floats = (int64_t)logits_chunk(&trainer->config, rows) * trainer->config.vocab;
     plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
-    plan.anchor_rank = trainer->anchor.rank;
+    plan.anchor_rank = trainer->anchor.rank, plan.unfiltered = opts->anchor_use == 1;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
+    if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
+        KltShape shape = klt_shape(trainer);
+        plan.table_bytes = (double)(klt_estimate_table(&shape, 0) + klt_estimate_table(&shape, 1));
+        plan.table_memory = (double)klt_memory_tables(&shape, shape.H).device;
+        plan.codec_memory = (double)klt_memory_cells(&shape, shape.H, 0).device;
+        plan.learn_memory = (double)klt_memory_anchor(&shape, 1).device;
+    }
+    return plan;
+}
+
+// What the mesh will cost, beside the variants of the method.
+static int print_estimate(const Trainer *trainer) {
+    MeshPlan plan = estimate_plan(trainer);
+    KltShape shape = klt_shape(trainer);
+    if (plan.table_bytes > 0.0) print_tables(&shape);
     if (mesh_estimate_print(stdout, &plan)) return -1;
     if (trainer->dp == MESH_DP_DILOCO) print_compression(trainer);
     return 0;
@@ -3263,7 +3410,7 @@ static void launch_anchor(Trainer *trainer) {
 static int64_t deliver_tables(Trainer *trainer) {
     Mesh *mesh = &trainer->mesh;
     Learner *learner = &trainer->anchor.learner;
-    int64_t n_bytes = trainer->anchor.useless ? 0 : learner_use(mesh, learner, trainer->stream);
+    int64_t n_bytes = trainer->anchor.useless ? 0 : learner_use(mesh, learner);
     if (n_bytes < 0) return -1;
     if (learner->predicts && !learner->embed_counted)
         n_bytes += (int64_t)codec_size(&mesh->codec) * learner->V * learner->C * learner->n_boundaries;
@@ -3896,8 +4043,6 @@ static int decide_gpus(Trainer *trainer, int training) {
         return error_set("--gpus %s: a number from 1 to %d, or all", opts->gpus, MAX_GPUS);
     if (n > MAX_GPUS) n = MAX_GPUS;
     trainer->mesh.n_gpus = training ? (int)n : 1;
-    if (trainer->mesh.n_gpus > 1 && opts->codec == CODEC_KLT)
-        return error_set("--codec klt keeps its tables on one GPU; leave out --gpus");
     if (trainer->mesh.n_gpus > n_micro)
         return error_set("--gpus %ld: a step of %d sequences has %d micro-batches of %d to share; give a smaller "
                          "--micro-batch or a larger --batch",
@@ -4006,7 +4151,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     decide_size(trainer, action, &B, &T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
                (uint64_t)opts->seed);
-    mesh->codec.kind = (CodecKind)opts->codec;
+    mesh->codec.kind = (CodecKind)opts->codec, mesh->codec.klt_forward = opts->klt_forward;
     if (codec_check(&mesh->codec, trainer->config.channels)) return -1;
     mesh->speed.bytes_per_second = (double)opts->link_mbps * 1e6 / 8.0,
     mesh->speed.latency = (double)opts->link_ms * 1e-3;
@@ -4039,16 +4184,14 @@ static int start_anchor(Trainer *trainer) {
     learner->predicts = opts->klt_predict, learner->metric = (double)opts->klt_metric,
     learner->fixed = opts->codec_coding == 1;
     learner->C = trainer->config.channels, learner->V = trainer->config.vocab;
-    learner->budget = codec_exact_budget(&trainer->mesh.codec, learner->C);
+    for (int d = 0; d < 2; d++)
+        learner->budget[d] = codec_klt_budget(&trainer->mesh.codec, (CodecDirection)d, learner->C);
     learner->n_boundaries = anchor->learns ? trainer->mesh.n_stages - 1 : 0;
     for (int b = 0; b < learner->n_boundaries; b++)
         learner->layer[b] = mesh_cell(&trainer->mesh, 0, b + 1)->stage.first_layer;
-    if (anchor_start(anchor, &trainer->config, opts->recompute)) return -1;
-    const Stage *first = mesh_model(&trainer->mesh, 0);
-    if (learner->embed != NULL)
-        device_copy(learner->embed, first->p.embed, sizeof(float) * (size_t)learner->V * (size_t)learner->C,
-                    first->stream);
-    return 0;
+    if (anchor->learns && mesh_alloc_klt(&trainer->mesh, learner->predicts)) return -1;
+    learner->embed = trainer->mesh.klt[0].embed;
+    return anchor_start(anchor, &trainer->config, opts->recompute);
 }
 
 // Memory and weights.
@@ -4065,7 +4208,7 @@ static int load(Trainer *trainer, ModelFile *file) {
         for (Stage *stage = model; stage != NULL; stage = stage->next) stage_init(stage, seed);
     }
     mesh_spread(mesh);
-    if (mesh_alloc_ends(mesh, mesh_model(mesh, 0)->training ? trainer->data.train.n_windows : 0)) return -1;
+    if (mesh_alloc_ends(mesh, mesh_samples(trainer))) return -1;
     if (mesh_meet(mesh, &trainer->outer, seed)) return -1;
     return trainer->anchored ? start_anchor(trainer) : 0;
 }

@@ -104,7 +104,9 @@ static inline int codec_end_alloc(CodecEnd *end, const Codec *codec) {
         end->cache = (uint16_t *)calloc(samples * (size_t)shape.T + 1, 2 * H);
         end->seen = (unsigned char *)calloc(samples + 1, 1);
         return end->cache == NULL || end->seen == NULL;
-    case CODEC_KLT: end->klt[0].budget = end->klt[1].budget = codec_exact_budget(codec, shape.H); return 0;
+    case CODEC_KLT:
+        for (int d = 0; d < 2; d++) end->klt[d].budget = codec_klt_budget(codec, (CodecDirection)d, shape.H);
+        return 0;
     default: return 0;
     }
 }

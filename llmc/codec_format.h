@@ -54,8 +54,9 @@ static inline const char *codec_name(CodecKind kind) {
 typedef struct {
     CodecKind kind;
     Wire wire;
-    float mask_rate; // share of the bytes not sent, [0, 1)
-    float scale;     // of the values that are sent masked
+    float mask_rate;   // share of the bytes not sent, [0, 1)
+    float scale;       // of the values that are sent masked
+    float klt_forward; // share of the bytes of both directions that states get
     uint64_t seed;
 } Codec;
 
@@ -79,7 +80,7 @@ static inline CodecContext codec_context(int boundary, int replica, int micro_ba
     return context;
 }
 
-// A mask codec for rows of H values; another kind is set afterwards.
+// A mask codec for rows of H values; another kind and klt's share are set afterwards.
 static inline void codec_init(Codec *codec, int H, float mask_rate, MaskScale mask_scale, Wire wire, uint64_t seed) {
     double ratio = (double)H / mask_kept(mask_rate, H);
     codec->kind = CODEC_MASK, codec->wire = wire;
@@ -87,7 +88,7 @@ static inline void codec_init(Codec *codec, int H, float mask_rate, MaskScale ma
     codec->scale = mask_scale == MASK_SCALE_INVERSE ? (float)ratio
                    : mask_scale == MASK_SCALE_SQRT  ? (float)sqrt(ratio)
                                                     : 1.0f;
-    codec->seed = seed;
+    codec->seed = seed, codec->klt_forward = 0.5f;
 }
 
 // Bytes of a value on the wire.
@@ -116,6 +117,12 @@ static inline double codec_exact_budget(const Codec *codec, int H) {
     return (1.0 - (double)codec->mask_rate) * (double)codec_size(codec) * H;
 }
 
+// What klt may send of a token in a direction, in the mean of its messages.
+static inline double codec_klt_budget(const Codec *codec, CodecDirection direction, int H) {
+    double forward = 2.0 * (double)codec->klt_forward;
+    return codec_exact_budget(codec, H) * (direction == CODEC_FORWARD ? forward : 2.0 - forward);
+}
+
 // K of topk: what the budget holds, sets included.
 static inline int codec_topk_kept(const Codec *codec, int H) {
     return topk_kept(codec_budget(codec, H), codec_size(codec), H);
@@ -142,7 +149,7 @@ static inline int64_t codec_row_bytes(const Codec *codec, CodecDirection directi
     case CODEC_QUANT4:
     case CODEC_AQSGD:
     case CODEC_TAHQUANT: return quant_row_bytes(H, codec_quant_row(codec, direction, H).bits);
-    case CODEC_KLT: return codec_budget(codec, H);
+    case CODEC_KLT: return (int64_t)floor(codec_klt_budget(codec, direction, H) + 1e-3);
     default: return H * codec_size(codec);
     }
 }
@@ -160,7 +167,8 @@ static inline int64_t codec_cap(const Codec *codec, int n, int H) {
     if (forward > most) most = forward;
     if (backward > most) most = backward;
     if (codec->kind != CODEC_KLT) return n * most;
-    int64_t coded = klt_most_bytes(codec_exact_budget(codec, H), n);
+    double budget = fmax(codec_klt_budget(codec, CODEC_FORWARD, H), codec_klt_budget(codec, CODEC_BACKWARD, H));
+    int64_t coded = klt_most_bytes(budget, n);
     return coded > n * most ? coded : n * most;
 }
 

@@ -33,6 +33,7 @@ typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of 
 
 #define DEVICE_ALIGN      256
 #define DEVICE_KEEPS_BF16 1 // all products take bf16 weights
+#define DEVICE_IS_HOST    0 // tensors live beside the host's memory
 // Sizes that suit the device: tokens of a micro-batch, logits that exist at once.
 #define DEVICE_MICRO_TOKENS 8192
 #define DEVICE_LOGITS       ((int64_t)512 << 20)

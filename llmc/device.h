@@ -11,13 +11,13 @@
 #include <dnnl.h>     // the matrix library's engine and stream
 #include <omp.h>      // omp_set_num_threads
 #include <stdint.h>   // fixed-width integers
-#include <stdio.h>    // fscanf, snprintf
+#include <stdio.h>    // snprintf
 #include <stdlib.h>   // free
 #include <string.h>   // memset
 #include <sys/mman.h> // mmap, madvise
-#include <unistd.h>   // sysconf
 
 #include "error.h"
+#include "host_memory.h" // host_memory
 
 typedef float floatX; // storage type of activations on this backend
 
@@ -25,6 +25,7 @@ typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of 
 
 #define DEVICE_ALIGN      64
 #define DEVICE_KEEPS_BF16 0 // 1: products outside training want the weights' bf16 copies too
+#define DEVICE_IS_HOST    1 // 1: tensors live in the host's memory
 // Sizes that suit the device: tokens of a micro-batch, logits that exist at once.
 #define DEVICE_MICRO_TOKENS 1024
 #define DEVICE_LOGITS       ((int64_t)32 << 20)
@@ -145,15 +146,9 @@ static inline void stream_wait(Stream *stream) {
     (void)stream;
 }
 
-// Bytes this process may use: the machine's memory, or its control group's limit where that is lower.
+// Bytes of memory for tensors: the host's.
 static inline int64_t device_memory(void) {
-    int64_t memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    long long limit;
-    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
-    if (file == NULL) return memory;
-    if (fscanf(file, "%lld", &limit) == 1 && limit > 0 && limit < memory) memory = limit;
-    fclose(file);
-    return memory;
+    return host_memory();
 }
 
 // The library of matrix products, in words.

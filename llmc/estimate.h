@@ -13,8 +13,10 @@
 //   averaging  2*(n - 1)/n * wire * elements / tokens between averages, n fast replicas; a ring, and an owner that
 //              collects and sends back, cost the same in the mean. Dense: every parameter every step. DiLoCo: every
 //              local_steps steps, P and Q of each matrix and the vectors as they are
-//   anchor     U, s, V of each block weight, once in anchor_delay steps; each cell passes them to the next replica.
-//              With one fast replica its parameters go the other way as often, as the anchor's snapshot
+//   anchor     U, s, V of each block weight, once in anchor_delay steps, unless it is there for tables alone; each cell
+//              passes them to the next replica. With klt as often the tables of the boundaries beside it, by an
+//              estimate of their bytes. What is sent once, the embedding that predicts states, is not counted With one
+//              fast replica its parameters go the other way as often, as the anchor's snapshot
 //
 // Against the published figures (llama-3.2-1b, X 8, Y 4, batch 32, T 2048, bf16 on the wire, 200 Mbit/s, 10 ms,
 // 90 TFLOP/s; `estimate` in the tests). Tokens/s are one fast replica's: the published row is, 25 MB/s / 22.9 kB
@@ -64,6 +66,10 @@ typedef struct {
     int anchor;                               // 1: the last replica is the anchor circuit
     int anchor_rank;                          // of its factors; 0: full
     int anchor_delay;                         // Delta, fast steps from snapshot to delivery
+    int unfiltered;                           // 1: no factors are sent
+    double table_bytes;                       // of a boundary's tables, both directions; 0: none
+    double table_memory, codec_memory;        // of a boundary's tables in use; of a cell that has some, beside them
+    double learn_memory;                      // of the anchor's cell behind a boundary
     MeshDp dp;                                // between fast replicas; off with one
     int local_steps;                          // of DiLoCo between averages
     int powersgd_rank;                        // 0: the largest that gives MESH_POWERSGD_RATIO
@@ -79,6 +85,7 @@ typedef struct {
     int64_t n_params;
     double flops;                                                                       // a token, forward and backward
     double param_bytes, grad_bytes, moment_bytes, outer_bytes, factor_bytes, act_bytes; // fp32 in memory
+    double codec_bytes;                                                                 // tables and what they need
     double memory_bytes, anchor_memory_bytes;      // sums; the latter 0 without anchor
     double boundary_bytes, dp_bytes, anchor_bytes; // sent a token
 } CellEstimate;
@@ -149,14 +156,15 @@ static inline int plan_check(const MeshPlan *plan) {
                  {"logits", plan->logits_floats, 0, INT64_MAX},      {"anchor", plan->anchor, 0, 1},
                  {"anchor-rank", plan->anchor_rank, 0, 1 << 24},     {"anchor-delay", plan->anchor_delay, 1, 1000000},
                  {"dp", plan->dp, MESH_DP_NONE, MESH_DP_DENSE},      {"local-steps", plan->local_steps, 1, 1000000},
-                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}};
+                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"unfiltered", plan->unfiltered, 0, 1}};
     const struct {
         const char *name;
         double value, min, max;
-    } rates[] = {{"mask-rate", (double)plan->mask_rate, 0.0, 0.999999},
-                 {"link rate in Mbit/s", plan->link_mbps, 1e-6, 1e9},
-                 {"link latency in ms", plan->link_ms, 0.0, 1e9},
-                 {"device TFLOP/s", plan->device_tflops, 1e-6, 1e9}};
+    } rates[] = {
+        {"mask-rate", (double)plan->mask_rate, 0.0, 0.999999}, {"link rate in Mbit/s", plan->link_mbps, 1e-6, 1e9},
+        {"link latency in ms", plan->link_ms, 0.0, 1e9},       {"device TFLOP/s", plan->device_tflops, 1e-6, 1e9},
+        {"tables' bytes", plan->table_bytes, 0.0, 1e15},       {"tables' memory", plan->table_memory, 0.0, 1e15},
+        {"codec's memory", plan->codec_memory, 0.0, 1e15},     {"learner's memory", plan->learn_memory, 0.0, 1e15}};
     if (config_check(&plan->config, "mesh")) return -1;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].min || sizes[i].value > sizes[i].max)
@@ -196,6 +204,7 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     int has_head = is_last && (Y > 1 || !config->tied), n_tables = (s == 0) + has_head; // matrices (V, C)
     double tokens = plan_tokens(plan), wire = plan->wire_bytes, ring = 2.0 * (n_fast - 1) / n_fast;
     double factors = n_layers * layer_factor_elements(config, plan->anchor_rank, 1);
+    int n_beside = (s > 0) + (s < Y - 1); // boundaries
     memset(cell, 0, sizeof *cell);
     cell->n_layers = n_layers;
     cell->n_params = n_layers * (config_layer_matrices(config) + 2 * (int64_t)config->channels) +
@@ -207,7 +216,7 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     double vectors = (2.0 * n_layers + is_last) * config->channels, matrices = (double)cell->n_params - vectors;
     cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = 2.0 * arena;
     cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, schedule_in_flight(s, Y, n_micro));
-    cell->boundary_bytes = wire * mask_kept(plan->mask_rate, plan->config.channels) * ((s > 0) + (s < Y - 1));
+    cell->boundary_bytes = wire * mask_kept(plan->mask_rate, plan->config.channels) * n_beside;
     if (n_fast > 1 && plan->dp == MESH_DP_DENSE) cell->dp_bytes = ring * wire * (double)cell->n_params / tokens;
     if (n_fast > 1 && plan->dp == MESH_DP_DILOCO) {
         double sent = powersgd_elements(config, n_layers, n_tables, is_last, rank);
@@ -218,11 +227,15 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
         double snapshot = n_fast == 1 ? (double)cell->n_params : 0.0; // else it follows the averages for free
         double momentum = 4.0 * (double)(n_layers * config_layer_matrices(config));
         cell->factor_bytes = 4.0 * factors;
-        cell->anchor_bytes = wire * (factors + snapshot) / (plan->anchor_delay * tokens);
+        double sent = wire * ((plan->unfiltered ? 0.0 : factors) + snapshot);
+        sent += plan->table_bytes * n_beside;
+        cell->anchor_bytes = sent / (plan->anchor_delay * tokens);
         cell->anchor_memory_bytes = 2.0 * arena + momentum + cell->factor_bytes + cell->act_bytes;
+        cell->anchor_memory_bytes += s > 0 ? plan->learn_memory : 0.0;
+        cell->codec_bytes = n_beside * plan->table_memory + (n_beside > 0 ? plan->codec_memory : 0.0);
     }
     cell->memory_bytes = cell->param_bytes + cell->grad_bytes + cell->moment_bytes + cell->outer_bytes +
-                         cell->factor_bytes + cell->act_bytes;
+                         cell->factor_bytes + cell->codec_bytes + cell->act_bytes;
 }
 
 // Seconds of a step: `flops` and `bytes` a token of the cell that has the most. Computing and sending overlap, the
@@ -312,10 +325,12 @@ static const MeshVariant mesh_variants[] = {
 };
 enum { MESH_VARIANTS = sizeof mesh_variants / sizeof *mesh_variants };
 
-// The plan with a variant's mask, anchor and averaging in place of its own.
+// The plan with a variant's mask, anchor and averaging in place of its own; the variants have no tables.
 static inline MeshPlan mesh_variant_plan(const MeshPlan *plan, const MeshVariant *variant) {
     MeshPlan changed = *plan;
     changed.mask_rate = variant->mask_rate, changed.anchor = variant->anchor, changed.dp = variant->dp;
+    changed.unfiltered = 0, changed.table_bytes = 0.0;
+    changed.table_memory = changed.codec_memory = changed.learn_memory = 0.0;
     return changed;
 }
 
@@ -329,7 +344,7 @@ static inline void mesh_estimate_row(FILE *out, const char *name, const MeshPlan
 }
 
 // Prints the plan's cells, and the plan beside the variants on the same machines. The columns:
-//   weights   parameters, gradients, moments, DiLoCo's outer state and the anchor's factors, in GB
+//   weights   parameters, gradients, moments, DiLoCo's outer state, the anchor's factors and klt's tables, in GB
 //   acts      activations of the micro-batches in flight, in GB
 //   anchor's  all that the anchor circuit's cell of this stage needs, in GB
 //   tokens/s  of all fast replicas; `if even` with the load spread evenly over the stages, as the published rates read

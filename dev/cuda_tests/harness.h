@@ -26,6 +26,7 @@
 #include "../../llmc/attention_shape.h"
 #include "../../llmc/dtype.h"
 #include "../../llmc/error.h"
+#include "../../llmc/host_memory.h"
 #include "../../llmc/portable.h"
 #include "../../llmc/rand.h"
 #include "../../llmc/rope_config.h"
@@ -36,6 +37,7 @@ namespace cpu {
 }
 #undef DEVICE_ALIGN
 #undef DEVICE_KEEPS_BF16
+#undef DEVICE_IS_HOST
 #undef DEVICE_MICRO_TOKENS
 #undef DEVICE_LOGITS
 #undef DEVICE_GAP
