@@ -1,4 +1,4 @@
-# Rows of scripts/run_codecs.sh -> its tables, in Markdown; and for the plot the files CONFIG.points ("bytes loss", where
+# Rows of scripts/run_codecs.sh -> its tables, in Markdown; and for the plot the files CONFIG.points ("bytes loss", of seed 1;
 # bytes are those of boundaries and tables) and start.loss in the folder named by -v points.
 #   awk -F, -v points=DIR -v lrs="1e-4 3e-4" -f codecs.awk rows
 # A group is a configuration at a rate p. Its figures are means over the seeds at its best learning rate: that of the
@@ -17,9 +17,10 @@ function note_search(group) {
 # A run with the best learning rate. The share of a gain kept is that of the gain of none with the same seed.
 function add_run(group, f) {
     seeds[group]++
-    loss[group] += f[9]; through[group] += f[10]; cosine[group] += f[11]; filtered[group] += f[12]
+    loss[group] += f[9]; added[group] += f[10] - f[8]; cosine[group] += f[11]; filtered[group] += f[12]
     boundary[group] += f[13]; tables[group] += f[14]; speed[group] += f[18]
     if (!is_number(f[9]) || !is_number(f[10])) diverged[group] = 1
+    if (f[6] == 1) first[group] = f[9]
     if (seeds[group] == 1 || f[9] + 0 < low[group]) low[group] = f[9] + 0
     if (seeds[group] == 1 || f[9] + 0 > high[group]) high[group] = f[9] + 0
     if (gain[f[6]] > 0) { kept[group] += (start - f[9]) / gain[f[6]]; pairs[group]++ }
@@ -31,16 +32,16 @@ function told_loss(group,   text) {
     return seeds[group] > 1 ? text sprintf(" ± %.4f", (high[group] - low[group]) / 2) : text
 }
 
-function print_group(config, p, group,   share, behind, factor, beside) {
+function print_group(config, p, group,   share, extra, factor, beside) {
     share = !diverged[group] && pairs[group] ? sprintf("%.1f%%", 100 * kept[group] / pairs[group]) : "-"
-    behind = diverged[group] ? "-" : sprintf("%.4f", mean(through, group))
+    extra = diverged[group] ? "-" : sprintf("%+.4f", mean(added, group))
     beside = config ~ /filter/ ? sprintf("%.3f", mean(filtered, group)) : "-"
     factor = whole > 0 && boundary[group] > 0 ? sprintf("%.1f", whole / mean(boundary, group)) : "-"
     printf "| %s | %s | %s | %s | %d | %s | %s | %.3f | %s | %.1f | %s | %.1f | %.1fk |\n", config, p, lr[group], \
-        told_loss(group), seeds[group], share, behind, mean(cosine, group), beside, mean(boundary, group), factor, \
+        told_loss(group), seeds[group], share, extra, mean(cosine, group), beside, mean(boundary, group), factor, \
         mean(tables, group), 0.001 * mean(speed, group)
-    if (!diverged[group])
-        print mean(boundary, group) + mean(tables, group), mean(loss, group) > (points "/" config ".points")
+    if (is_number(first[group]))
+        print mean(boundary, group) + mean(tables, group), first[group] > (points "/" config ".points")
 }
 
 function print_search(config, p, group,   i) {
@@ -64,7 +65,7 @@ END {
         if (f[5] == lr[f[2], f[4]]) add_run(f[2] SUBSEP f[4], f)
     }
     if (is_number(start)) printf "Before training %.4f.\n\n", start
-    print "| codec | p | best lr | loss | seeds | gain kept | through the codec | cosine | filtered | boundary bytes" \
+    print "| codec | p | best lr | loss | seeds | gain kept | codec adds | cosine | filtered | boundary bytes" \
         " | times fewer | table bytes | simulated tokens/s |"
     print "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     n_configs = split("none quant8 quant4 aqsgd tahquant klt klt+filter topk bottleneck mask mask+filter", configs, " ")

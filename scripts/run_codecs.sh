@@ -260,7 +260,8 @@ table() { # from $work/rows to the Markdown file, and to $work/NAME.points for t
         echo "# Codecs: $STEPS steps of $BATCH x $SEQ tokens, one replica of 4 stages"
         echo
         echo "Losses in nats a token on the reporting split after the last step, mean over the seeds ± half their range;"
-        echo "*gain kept*: what the loss fell, as a share of what it falls without a codec; *cosine* of the gradient with"
+        echo "*gain kept*: what the loss fell, as a share of what it falls without a codec and with the same seed; *codec adds*:"
+        echo "to the tuning loss, when that is measured through the codec; *cosine* of the gradient with"
         echo "the one without codec, and after the filter; bytes a token of all boundaries, both ways, and of the anchor's"
         echo "tables and factors. $(wc -l < "$work/rows") runs are in, $missing are not."
         echo
@@ -269,30 +270,44 @@ table() { # from $work/rows to the Markdown file, and to $work/NAME.points for t
     mv "$work/table.md" "$study_folder.md"
 }
 
-# Loss against bytes: a line for what takes -p, points for the others, and the loss before training.
+# Loss against bytes, with seed 1: a line for what takes -p, points for the others, and the loss before training.
+look_of() { # CONFIG: how gnuplot draws it
+    case $1 in
+    none) echo "points pt 5 ps 1.6 lc rgb '#000000'" ;;
+    quant8) echo "points pt 9 ps 1.6 lc rgb '#7f7f7f'" ;;
+    quant4) echo "points pt 11 ps 1.6 lc rgb '#7f7f7f'" ;;
+    aqsgd) echo "points pt 13 ps 1.6 lc rgb '#9467bd'" ;;
+    tahquant) echo "points pt 15 ps 1.6 lc rgb '#8c564b'" ;;
+    klt) echo "linespoints pt 7 ps 1.2 lw 2.5 lc rgb '#d62728'" ;;
+    klt+filter) echo "linespoints pt 6 ps 1.2 lw 1.5 dt 2 lc rgb '#d62728'" ;;
+    topk) echo "linespoints pt 7 ps 1 lw 2 lc rgb '#2ca02c'" ;;
+    bottleneck) echo "linespoints pt 7 ps 1 lw 2 lc rgb '#ff7f0e'" ;;
+    mask) echo "linespoints pt 7 ps 1 lw 2 lc rgb '#1f77b4'" ;;
+    mask+filter) echo "linespoints pt 6 ps 1 lw 1.5 dt 2 lc rgb '#1f77b4'" ;;
+    esac
+}
 plot() {
     if ! command -v gnuplot > /dev/null; then echo "codecs: no gnuplot here, no plot"; return; fi
-    curves='' color=0
+    curves=
     for config in none quant8 quant4 aqsgd tahquant klt klt+filter topk bottleneck mask mask+filter; do
-        color=$((color + 1))
         [ -s "$work/$config.points" ] || continue
         sort -g "$work/$config.points" -o "$work/$config.points"
-        case $config in
-        none | quant? | aqsgd | tahquant) style="points pt $((color * 2 + 3)) ps 1.6" ;;
-        *) style='linespoints pt 7 ps 1 lw 2' ;;
-        esac
-        curves="$curves${curves:+, }'$work/$config.points' with $style lc $color title '$config'"
+        curves="$curves${curves:+, }'$work/$config.points' with $(look_of $config) title '$config'"
     done
     [ -n "$curves" ] || return 0
-    if [ -s "$work/start.loss" ]; then curves="$curves, $(cat "$work/start.loss") with lines dt 2 lc rgb '#808080' title 'before'"; fi
+    range=$(sort -g "$work"/*.points | awk 'NR == 1 { low = $1 } END { print low / 1.4 ":" $1 * 1.4 }')
+    if [ -s "$work/start.loss" ]; then curves="$curves, $(cat "$work/start.loss") lw 1.5 dt 3 lc rgb '#7f7f7f' title 'before training'"; fi
     gnuplot << PLOT
 set terminal pngcairo size 900,540
 set output '$study_folder.png'
 set xlabel 'bytes a token: all boundaries, both ways, and tables'
 set ylabel 'held-out loss, nats a token'
 set logscale x
+set xrange [$range]
+set xtics (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+set offsets graph 0, graph 0, graph 0.04, graph 0.04
 set grid
-set key outside right
+set key outside right Left reverse
 plot $curves
 PLOT
 }
