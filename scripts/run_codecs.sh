@@ -150,7 +150,7 @@ measure() { # LR SEED OPTIONS
     if grep -q "^done: $STEPS steps" "$run/output.txt"; then
         evaluate "$run/latest/model.bin" "$run/report.txt"
     else
-        grep -Eq 'gave no finite gradient|a weight is not finite' "$run/output.txt" || fail "$run/output.txt"
+        tail -1 "$run/output.txt" | grep -Eq '^train: .*(not finite|no finite|infinite or NaN)' || fail "$run/output.txt"
         loss=nan
     fi
     results=$(read_run "$run" "$loss")
