@@ -50,11 +50,13 @@ prepare() {
         awk 'BEGIN { for (i = 0; i < 300; i++) printf "{\"text\": \"number %d is %s, its square %d\"}\n",
             i, i % 2 ? "odd" : "even", i * i }' > "$DATA"
         sed -n '1,100p' "$DATA" > "$VAL"
-    elif [ ! -s $DATA ] || [ ! -s $VAL ]; then
+    elif [ ! -s "$DATA" ] || [ ! -s "$VAL" ]; then
         data/wordnet/prepare.sh
     fi
-    awk 'NR % 2 == 1' "$VAL" > "$tune"
-    awk 'NR % 2 == 0' "$VAL" > "$report"
+    awk 'NR % 2 == 1' "$VAL" > "$tune.tmp" # moved: another study may be reading the old one
+    mv "$tune.tmp" "$tune"
+    awk 'NR % 2 == 0' "$VAL" > "$report.tmp"
+    mv "$report.tmp" "$report"
 }
 
 # One study of a name at a time. What a killed one has left running holds the lock too.
@@ -132,7 +134,7 @@ read_run() { # FOLDER REPORT_LOSS
 
 # The loss of a model on the reporting split into $loss.
 evaluate() { # MODEL OUTPUT
-    train_to "$2" -m "$1" --eval --val-data "$report" --val-tokens $VAL_TOKENS -t $SEQ
+    train_to "$2" -m "$1" --eval --val-data "$report" --val-tokens "$VAL_TOKENS" -t "$SEQ"
     loss=$(sed -n 's/^validation loss \([0-9.]*\) .*/\1/p' "$2")
     if [ $status = 0 ] && [ -n "$loss" ]; then return; fi
     grep -q 'the loss is not finite' "$2" || fail "$2"
@@ -141,7 +143,7 @@ evaluate() { # MODEL OUTPUT
 
 fail() { tail -3 "$1"; echo "codecs: $name failed, see $1" >&2; exit 1; }
 
-# Trains and measures one run; prints its row but for the hash. A run that diverges has losses of nan.
+# Trains and measures one run: what it gave, tune_loss to sim_tok_s, into $results. One that diverges has losses of nan.
 measure() { # LR SEED OPTIONS
     run=$study_folder/$name-lr$1-seed$2
     rm -rf "$run"
