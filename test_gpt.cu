@@ -3556,6 +3556,29 @@ static void test_wire_feedback(void) {
 }
 #endif
 
+// The codecs' study in its quick size, by the script: all of it, nothing of it again, and a lost row once more.
+// Must fail for: a row that is not found again, a table or plot that is missing.
+static void test_codec_study(void) {
+    char program[PATH_MAX], command[4 * PATH_MAX];
+    static const struct {
+        const char *before, *says;
+    } cases[] = {{"", "codecs: 9 runs now, 9 in all, 0 missing"},
+                 {"", "codecs: 0 runs now, 9 in all, 0 missing"},
+                 {"sed -i '$d' \"$RUNS/codecs-quick.csv\";", "codecs: 1 runs now, 9 in all, 0 missing"}};
+    if (!check(realpath("/proc/self/exe", program) != NULL, "no path of this program")) return;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        snprintf(command, sizeof command,
+                 "export RUNS='%s/study' TRAIN='%s --program' STEPS=4 BATCH=1 TAG=quick ONLY='.*'; %s "
+                 "scripts/run_codecs.sh --quick > '%s/output' 2>&1",
+                 test_folder, program, cases[i].before, test_folder);
+        int status = system(command);
+        char *text = read_text("output");
+        check(status == 0 && strstr(text, cases[i].says) != NULL, "status %d, not '%s':\n%s", status, cases[i].says,
+              text);
+        free(text);
+    }
+}
+
 // An anchor beside the fast circuit takes nothing of its threads.
 static void test_anchor_threads(void) {
     write_corpus();
@@ -5642,6 +5665,7 @@ static const struct {
     {"mesh_defaults", test_mesh_defaults},
     {"mesh_clock", test_mesh_clock},
     {"codec_runs", test_codec_runs},
+    {"codec_study", test_codec_study},
     {"anchor_threads", test_anchor_threads},
 };
 

@@ -5,11 +5,13 @@
 #   study_table                 the CSV as a table
 #
 # Set from outside: STEPS (100), BATCH (8 sequences a replica), LR (1e-3), SEED (1), TAG (default), DATA and VAL (the
-# medical definitions), ONLY (a pattern: the runs whose name matches it all, '(Dense|M95.*)').
+# medical definitions), ONLY (a pattern: the runs whose name matches it all, '(Dense|M95.*)'), RUNS (runs, the folder for
+# it all), TRAIN (./train, the program).
 set -eu
 STEPS=${STEPS:-100} BATCH=${BATCH:-8} LR=${LR:-1e-3} SEED=${SEED:-1} TAG=${TAG:-default} ONLY=${ONLY:-.*}
+RUNS=${RUNS:-runs} TRAIN=${TRAIN:-./train}
 DATA=${DATA:-data/medical/train.jsonl} VAL=${VAL:-data/medical/val.jsonl}
-study_folder=runs/$study-$TAG
+study_folder=$RUNS/$study-$TAG
 study_csv=$study_folder.csv
 columns=name,val_loss,val_masked,cos_blocks,cos_filtered,bytes_token,sim_tok_s,seconds,options
 
@@ -23,13 +25,13 @@ study_run() {
     name=$1
     shift
     if ! echo "$name" | grep -Eqx -- "$ONLY"; then return; fi
-    mkdir -p runs
+    mkdir -p "$RUNS"
     [ -s "$study_csv" ] || echo $columns > "$study_csv"
     if grep -q "^$name," "$study_csv"; then return; fi
     run=$study_folder/$name
     rm -rf "$run"
     mkdir -p "$run"
-    ./train -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b "$BATCH" -t 256 -y 4 --seed "$SEED" \
+    $TRAIN -m data/base.bin -d "$DATA" --val-data "$VAL" -o "$run" -n "$STEPS" -l "$LR" -b "$BATCH" -t 256 -y 4 --seed "$SEED" \
         --val-every $((STEPS / 3)) --val-tokens 32768 --save-every 1000000 --keep 1 --probe $((STEPS / 6)) \
         --link-mbps 200 --device-tflops 4 "$@" > "$run/output.txt" 2>&1 ||
         { tail -3 "$run/output.txt"; echo "study: $name failed, see $run/output.txt"; return 1; }
