@@ -5431,7 +5431,7 @@ static void klt_plan_against_run(const char *words) {
     Trainer *trainer = &run->trainer;
     Learner *learner = &trainer->anchor.learner;
     KltFit fit;
-    int K = 0, n_tables = 2 * learner->n_boundaries;
+    int K[2] = {0, 0}, n_tables = 2 * learner->n_boundaries;
     mesh_run_step(run);
     anchor_state(&trainer->anchor, 1);
     KltShape shape = klt_shape(trainer);
@@ -5445,14 +5445,16 @@ static void klt_plan_against_run(const char *words) {
         tables += allocated(place->tables[i].memory), most_tables += klt_memory_table(&most).device;
         moments += allocated_moments(&learner->moments[i]), blobs += place->tables[i].n_bytes;
         planned_moments += klt_memory_moments(shape.H, shape.V > 0 && i % 2 == CODEC_FORWARD, LEARNER_ROWS).device;
-        if (place->tables[i].head.K > K) K = place->tables[i].head.K;
+        if (place->tables[i].head.K > K[i % 2]) K[i % 2] = place->tables[i].head.K;
     }
-    KltMemory work = klt_memory_work(&shape, K), cells = klt_memory_cells(&shape, shape.H, learner->n_boundaries);
+    KltMemory work = klt_memory_work(&shape, K[0], K[1]),
+              cells = klt_memory_cells(&shape, shape.H, learner->n_boundaries);
     check_bytes(work.device, (int64_t)place->work.device.n_bytes, "scratch of messages");
     check_bytes(work.host, (int64_t)place->work.host_bytes, "the host's part of messages");
     check_bytes(planned_moments, moments, "moments");
     check_bytes(4 * (int64_t)shape.V * shape.H, allocated(place->embed), "the frozen embedding");
-    check_bytes(cells.device, most_tables + 4 * (int64_t)shape.V * shape.H + klt_memory_work(&shape, shape.H).device,
+    check_bytes(cells.device,
+                most_tables + 4 * (int64_t)shape.V * shape.H + klt_memory_work(&shape, shape.H, shape.H).device,
                 "the cells' part");
     check(tables <= most_tables, "tables take %lld bytes, planned %lld", (long long)tables, (long long)most_tables);
     check(klt_fit_alloc(&fit, shape.H) == 0, "%s", error_message);

@@ -50,13 +50,18 @@ static inline KltMemory klt_memory_table(const KltHeader *head) {
     return bytes;
 }
 
-// What messages of a table with K components pass through.
-static inline KltMemory klt_memory_work(const KltShape *shape, int K) {
-    int64_t n = shape->rows, rows = (n + 15) / 16 * 16, narrow = (n * K + 15) / 16 * 16;
-    KltMemory bytes = {4 * (2 * n * shape->H + narrow + 2 * rows) + 2 * (narrow + rows),
-                       4 * n + 2 * n * (K + 1) +
-                           4 * klt_most_bytes(fmax(shape->budget[0], shape->budget[1]), shape->rows)};
-    return bytes;
+// What messages pass through whose tables keep at most so many components forward and backward.
+static inline KltMemory klt_memory_work(const KltShape *shape, int forward, int backward) {
+    int64_t n = shape->rows, rows = (n + 15) / 16 * 16;
+    KltMemory most = {0, 0};
+    for (int d = 0; d < 2; d++) {
+        int64_t K = d == 0 ? forward : backward, narrow = (n * K + 15) / 16 * 16;
+        int64_t device = 4 * (2 * n * shape->H + narrow + 2 * rows) + 2 * (narrow + rows);
+        int64_t host = 4 * n + 2 * n * (K + 1) + 4 * klt_most_bytes(shape->budget[d], shape->rows);
+        if (device > most.device) most.device = device;
+        if (host > most.host) most.host = host;
+    }
+    return most;
 }
 
 // The tables of one boundary, K components each.
@@ -67,7 +72,7 @@ static inline KltMemory klt_memory_tables(const KltShape *shape, int K) {
 
 // What one GPU codes all messages of n_boundaries with, K components a table: the frozen embedding too.
 static inline KltMemory klt_memory_cells(const KltShape *shape, int K, int n_boundaries) {
-    KltMemory bytes = klt_memory_work(shape, K), tables = klt_memory_tables(shape, K);
+    KltMemory bytes = klt_memory_work(shape, K, K), tables = klt_memory_tables(shape, K);
     bytes.device += 4 * (int64_t)shape->V * shape->H + n_boundaries * tables.device;
     bytes.host += n_boundaries * tables.host;
     return bytes;
