@@ -9,7 +9,7 @@
 # The learning rate of a codec is searched at its own rate, or at a twentieth of the bytes (20x), with the odd lines of
 # WordNet's held-out text; the losses told are those of the even lines, after the last step and through no codec.
 # About 75 runs of a minute on two idle cores. A run is known by all of its options and `version`: whoever changes what a
-# codec does counts that up. STEPS (150), BATCH, TAG, ONLY ('klt.*'), RUNS and TRAIN as in scripts/study.sh, VAL_TOKENS (65536).
+# codec does counts that up. STEPS (100), BATCH, TAG, ONLY ('klt.*'), RUNS and TRAIN as in scripts/study.sh, VAL_TOKENS (32768).
 cd "$(dirname "$0")/.."
 study=codecs version=1 quick=0 table=0
 for word in "$@"; do
@@ -20,7 +20,7 @@ for word in "$@"; do
     esac
 done
 if [ $quick = 1 ]; then STEPS=${STEPS:-4} BATCH=${BATCH:-1} TAG=${TAG:-quick}; fi
-STEPS=${STEPS:-150}
+STEPS=${STEPS:-100}
 . scripts/study.sh
 columns=hash,config,codec,p,lr,seed,steps,tune_loss,report_loss,codec_loss,cosine,cos_filtered,boundary_bytes
 columns=$columns,table_bytes,snapshot_bytes,anchor_bytes,total_bytes,sim_tok_s,seconds,options # bytes: of all cells, a token
@@ -32,11 +32,12 @@ if [ $quick = 1 ]; then
     export OMP_WAIT_POLICY=passive # many programs of a moment each
 else
     MODEL=data/base.bin DATA=data/wordnet/train.jsonl VAL=data/wordnet/val.jsonl SPLITS=$RUNS
-    SEQ=256 VAL_TOKENS=${VAL_TOKENS:-65536} UP='1e-3 3e-3' DOWN='3e-4 1e-4' MORE='--link-mbps 200 --device-tflops 4'
-    FIRST='none klt-20x' RATES='klt-10x klt-40x'
+    SEQ=256 VAL_TOKENS=${VAL_TOKENS:-32768} UP='1e-3 3e-3' DOWN='3e-4 1e-4' MORE='--link-mbps 200 --device-tflops 4'
+    FIRST='none klt-20x' RATES='klt-40x klt-10x'
     OTHERS='mask-20x topk-20x bottleneck-20x quant4 tahquant klt+filter-20x mask+filter-20x quant8'
     LAST='klt+filter-10x klt+filter-40x mask-10x mask-40x topk-10x topk-40x bottleneck-10x bottleneck-40x
-        mask+filter-10x mask+filter-40x klt-80x'
+        mask+filter-10x mask+filter-40x klt-80x
+        klt+flat-20x klt+flat-40x klt+even-20x klt+even-40x klt+unpredicted-20x klt+fixed-20x' # parts of klt, at its rate
     SLOW=aqsgd # its checkpoint remembers every sample of WordNet: 23 GB to write, and no sample comes back in 150 steps
 fi
 tune=$SPLITS/codecs-tune.jsonl report=$SPLITS/codecs-report.jsonl
@@ -84,7 +85,7 @@ train_to() {
     child=
 }
 
-# Sets config, p ("-": it has a rate of its own) and flags of a name.
+# Sets config, p ("-": it has a rate of its own), flags, and whose search it takes its learning rate from, of a name.
 configure() {
     case $1 in
     *-10x) p=0.90 ;;
@@ -94,8 +95,13 @@ configure() {
     *) p=- ;;
     esac
     config=${1%-*x} codec=${1%%[+-]*}
+    searched=$config
     case $config in
     klt) flags="-x 2 --anchor-use none" ;;
+    klt+flat) flags="-x 2 --anchor-use none --klt-metric 0" searched=klt ;;
+    klt+even) flags="-x 2 --anchor-use none --klt-forward 0.5" searched=klt ;;
+    klt+unpredicted) flags="-x 2 --anchor-use none --klt-predict 0" searched=klt ;;
+    klt+fixed) flags="-x 2 --anchor-use none --codec-coding fixed" searched=klt ;;
     *+filter) flags="-x 2" ;;
     *) flags="-x 1 --anchor 0" ;;
     esac
@@ -227,7 +233,7 @@ best_run() { # NAME SEED
     was=$looking looking=2
     case $p in
     -) climb "$1" ;;
-    *) climb "$config-20x" ;;
+    *) climb "$searched-20x" ;;
     esac
     looking=$was
     codec_run "$1" "$best_lr" "$2"
