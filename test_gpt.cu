@@ -3047,6 +3047,134 @@ static void test_anchor(void) {
     stream_destroy(stream);
     mesh_run_close(run);
 }
+
+// Sums over the rows of an anchor's passes, in double: of states, of gradients over their micro-batch's root mean
+// square, and of embeddings.
+typedef struct {
+    double *xx[2], *sum[2], *xe, *ee, *sum_e; // xx and sum by direction
+} BoundarySums;
+
+static void boundary_sums(BoundarySums *s, int C) {
+    size_t wide = (size_t)C, square = wide * wide;
+    double *at = (double *)calloc(4 * square + 3 * wide, sizeof(double));
+    s->xx[0] = at, s->xx[1] = at + square, s->xe = at + 2 * square, s->ee = at + 3 * square;
+    s->sum[0] = at + 4 * square, s->sum[1] = s->sum[0] + wide, s->sum_e = s->sum[1] + wide;
+}
+
+static void boundary_product(double *to, const double *a, const double *b, int C) {
+    for (int i = 0; i < C; i++)
+        for (int j = 0; j < C; j++) to[i * C + j] += a[i] * b[j];
+}
+
+// Adds N rows of states x, gradients g and embeddings embed[token].
+static void boundary_add(BoundarySums *s, const float *x, const float *g, const float *embed, const uint32_t *tokens,
+                         int N, int C) {
+    double row[3][64], size = 0.0;
+    for (int i = 0; i < N * C; i++) size += (double)g[i] * (double)g[i] / (N * C);
+    for (int t = 0; t < N; t++) {
+        for (int c = 0; c < C; c++) {
+            row[0][c] = (double)x[t * C + c], row[1][c] = (double)g[t * C + c] / sqrt(size);
+            row[2][c] = (double)embed[(int)tokens[t] * C + c];
+            s->sum[0][c] += row[0][c], s->sum[1][c] += row[1][c], s->sum_e[c] += row[2][c];
+        }
+        boundary_product(s->xx[0], row[0], row[0], C);
+        boundary_product(s->xx[1], row[1], row[1], C);
+        boundary_product(s->xe, row[0], row[2], C);
+        boundary_product(s->ee, row[2], row[2], C);
+    }
+}
+
+// A stage of layers first .. first+n-1 with the weights of a whole model.
+static void part_of_model(Stage *part, const Stage *whole, int first, int n, int B, int T, Stream *stream) {
+    check(stage_table(part, &whole->config, first, n) == 0, "%s", error_message);
+    check(stage_plan(part, B, T, 1, 0) == 0 && stage_alloc(part, stream) == 0, "%s", error_message);
+    for (int i = 0; i < part->n_tensors; i++)
+        for (int j = 0; j < whole->n_tensors; j++)
+            if (part->tensors[i].index == whole->tensors[j].index)
+                memcpy(part->params + part->tensors[i].offset, whole->params + whole->tensors[j].offset,
+                       sizeof(float) * (size_t)part->tensors[i].n);
+    stage_begin(part, stream);
+}
+
+// What the anchor's pass had to see of the boundary before `layer`: the model cut in two there, forward and backward.
+static void boundary_seen(BoundarySums *s, const Anchor *anchor, int layer, const float *embed, int pass,
+                          const KltMoments *states, Stream *stream) {
+    Stage low, high;
+    int L = anchor->stage.n_layers, C = anchor->stage.config.channels, T = anchor->T, row = 0;
+    part_of_model(&low, &anchor->stage, 0, layer, anchor->micro_batch, T, stream);
+    part_of_model(&high, &anchor->stage, layer, L - layer, anchor->micro_batch, T, stream);
+    for (int i = 0; i < 4 * C * C + 3 * C; i++) s->xx[0][i] *= pass > 0 ? (double)LEARNER_DECAY : 0.0;
+    for (int b = 0; b < anchor->batch; b += anchor->micro_batch) {
+        int B = anchor->batch - b < anchor->micro_batch ? anchor->batch - b : anchor->micro_batch, N = B * T;
+        const uint32_t *tokens = anchor->tokens.tokens + b * T;
+        stage_forward(&low, 0, tokens, B, T, NULL, stream);
+        memcpy(stage_input(&high, 0), low.last, sizeof(floatX) * (size_t)(N * C));
+        stage_forward(&high, 0, tokens, B, T, NULL, stream);
+        head_loss(&high, anchor->tokens.targets + b * T, N, 1, 1e-3f, b == 0, stream);
+        stage_backward(&high, 0, B, T, b == 0, NULL, stream);
+        boundary_add(s, low.last, high.d.dx, embed, tokens, N, C);
+        check_close(states->sample + row * C, low.last, N * C, 1e-6, "rows of the sample");
+        check(memcmp(states->tokens + row, tokens, sizeof *tokens * (size_t)N) == 0, "tokens of the sample");
+        row += N;
+    }
+    check(states->n_sample == row, "%d rows in the sample, not %d", states->n_sample, row);
+    stage_free(&low);
+    stage_free(&high);
+}
+
+static void check_sums(const float *got, const double *sums, int n, const char *what, int layer, int pass) {
+    float *expected = (float *)malloc(sizeof(float) * (size_t)n);
+    char label[96];
+    for (int i = 0; i < n; i++) expected[i] = (float)sums[i];
+    snprintf(label, sizeof label, "layer %d, pass %d: %s", layer, pass, what);
+    check_close(got, expected, n, 1e-5, label);
+    free(expected);
+}
+
+// What the anchor's hook collects at each boundary over two passes of three micro-batches, the last a short one,
+// against sums of states and gradients of the model cut in two there, and of the embedding the run began with. Must
+// fail for: the layer before or after, rows of another micro-batch, today's embedding, no decay, raw gradients.
+static void test_anchor_moments(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open("--init d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
+                                 "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 "
+                                 "-x 2 -y 4");
+    Anchor *anchor = &run->trainer.anchor;
+    const Learner *learner = &anchor->learner;
+    BoundarySums sums[3];
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    int64_t n;
+    int C = run->trainer.config.channels, rows = anchor->batch * anchor->T;
+    float *embed = replica_values(run, 0, ARENA_PARAMS, &n); // the first tensor
+    if (!check(learner->n_boundaries == 3, "%d boundaries", learner->n_boundaries)) exit(1);
+    for (int b = 0; b < learner->n_boundaries; b++) boundary_sums(&sums[b], C);
+    for (int pass = 0; pass < 2; pass++) {
+        launch_anchor(&run->trainer);
+        check(anchor_state(anchor, 1) == ANCHOR_READY, "the pass failed: %s", anchor->error);
+        for (int b = 0; b < learner->n_boundaries; b++) {
+            const KltMoments *m = &learner->moments[2 * b], *e = &learner->embedding;
+            int layer = learner->layer[b];
+            boundary_seen(&sums[b], anchor, layer, embed, pass, m, stream);
+            check_sums(m[0].xx, sums[b].xx[0], C * C, "states, squares", layer, pass);
+            check_sums(m[0].sum, sums[b].sum[0], C, "states, sums", layer, pass);
+            check_sums(m[0].xe, sums[b].xe, C * C, "states times embeddings", layer, pass);
+            check_sums(m[1].xx, sums[b].xx[1], C * C, "gradients, squares", layer, pass);
+            check_sums(m[1].sum, sums[b].sum[1], C, "gradients, sums", layer, pass);
+            check_sums(e->xx, sums[b].ee, C * C, "embeddings, squares", layer, pass);
+            check_sums(e->sum, sums[b].sum_e, C, "embeddings, sums", layer, pass);
+            double weight = pass * (double)LEARNER_DECAY * rows + rows;
+            check(m[0].weight == weight && m[1].weight == weight && e->weight == weight, "weights %g %g %g, not %g",
+                  m[0].weight, m[1].weight, e->weight, weight);
+        }
+        check(anchor_deliver(anchor) == 0, "%s", error_message);
+        for (Stage *stage = mesh_model(&run->trainer.mesh, 0); stage != NULL; stage = stage->next)
+            for (int64_t i = 0; i < stage->arena_floats; i++) stage->params[i] *= 1.25f; // as if it had learned
+    }
+    for (int b = 0; b < learner->n_boundaries; b++) free(sums[b].xx[0]);
+    free(embed);
+    stream_destroy(stream);
+    mesh_run_close(run);
+}
 #endif
 
 // With auto, the fast circuit goes on while the anchor is held back, and takes the factors once they are there.
@@ -5327,6 +5455,7 @@ static const struct {
     {"powersgd", test_powersgd},
     {"masked_gradient", test_masked_gradient},
     {"anchor", test_anchor},
+    {"anchor_moments", test_anchor_moments},
     {"anchor_rank", test_anchor_rank},
     {"diloco", test_diloco},
     {"mask", test_mask},
