@@ -233,10 +233,11 @@ static inline void klt_write_token(RansWriter *writer, const KltTable *table, ui
     int K = table->head.K, any = 0;
     KltRun run;
     for (int k = 0; k < K; k++) any |= symbols[k];
+    int sent = any != 0 ? scale : KLT_SILENT;
     for (int first = (K - 1) / KLT_RUN * KLT_RUN; first >= 0 && any != 0; first -= KLT_RUN)
         for (int i = klt_run(&run, table, key, token, scale, first) - 1; i >= 0; i--)
             rans_write_symbol(&w, &table->coder[run.coder[i]], run.shift[i], run.sign[i] * symbols[first + i]);
-    rans_write_symbol(&w, &table->coder[klt_scales(table->head.flags)], 0, any != 0 ? scale : KLT_SILENT);
+    rans_write_symbol(&w, &table->coder[klt_scales(table->head.flags)], 0, sent);
     *writer = w;
 }
 

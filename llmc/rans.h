@@ -143,6 +143,7 @@ static inline void rans_put_symbol(RansWriter *w, const RansTable *table, int sy
 
 // Takes a value in [-32767, 32767] that is to be read before all those written so far.
 static inline void rans_write_symbol(RansWriter *w, const RansTable *table, int shift, int value) {
+    // cppcheck-suppress shiftNegativeLHS ; arithmetic with every compiler that builds this
     int high = value >> shift, symbol = rans_symbol(table->freq, high);
     rans_put_bits(w, (uint32_t)value & ((1u << shift) - 1u), shift);
     if (symbol == RANS_ESCAPE) {
