@@ -164,9 +164,9 @@ fuzz:
 	@command -v clang > /dev/null || { echo "make fuzz: there is no clang; Debian has it in the package clang"; exit 1; }
 	@$(MAKE) --no-print-directory $(FUZZERS)
 	@for fuzzer in $(FUZZERS); do \
-	    echo "$$fuzzer: $(FUZZ_SECONDS) s"; \
-	    $$fuzzer -max_total_time=$(FUZZ_SECONDS) -max_len=32768 -timeout=20 -verbosity=0 -print_final_stats=1 \
-	        -artifact_prefix=build/ || exit 1; \
+	    OMP_WAIT_POLICY=passive $$fuzzer -max_total_time=$(FUZZ_SECONDS) -max_len=32768 -timeout=20 -verbosity=0 \
+	        -print_final_stats=1 -artifact_prefix=build/ > $$fuzzer.log 2>&1 || { cat $$fuzzer.log; exit 1; }; \
+	    sed -n "s|^stat::number_of_executed_units: *|$$fuzzer: inputs |p" $$fuzzer.log; \
 	done
 
 plot:
