@@ -7,6 +7,7 @@
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
 #   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
+#   make fuzz               any bytes as messages and tables, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
@@ -26,7 +27,8 @@ LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
 endif
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/mask_golden.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
-SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR)
+SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
+    $(wildcard dev/fuzz/*)
 RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
 
 # The device: what DEVICE says, else a GPU that nvcc can build for.
@@ -67,7 +69,7 @@ endif
 EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -DWITH_NCCL -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
 EMULATED_FLAGS := $(if $(SANITIZE),$(TEST_FLAGS),-O2 -march=native)
 
-.PHONY: all setup demo test bench lint plot clean medical FORCE
+.PHONY: all setup demo test bench fuzz lint plot clean medical FORCE
 all: train
 
 # Says what is built, and builds anew what was built for something else.
@@ -150,6 +152,22 @@ BENCH_PROGRAM := $(if $(filter cuda,$(DEVICE)),build/bench_cuda,build/bench)
 bench: setup
 	@$(MAKE) --no-print-directory $(BENCH_PROGRAM)
 	$(BENCH_PROGRAM) $(BENCH) $(if $(K),K=$(K))
+
+# Sanitizers of clang, one thread. What is found lies in build/: give it to the fuzzer as an argument.
+FUZZ_SECONDS ?= 20
+FUZZERS := build/fuzz_codec build/fuzz_klt_table build/fuzz_rans
+build/fuzz_%: dev/fuzz/%.c dev/fuzz/fuzz.h $(HEADERS) Makefile
+	@mkdir -p build
+	clang -std=c11 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(BASE) -Wno-pass-failed $< -o $@ $(LIBS)
+
+fuzz:
+	@command -v clang > /dev/null || { echo "make fuzz: there is no clang; Debian has it in the package clang"; exit 1; }
+	@$(MAKE) --no-print-directory $(FUZZERS)
+	@for fuzzer in $(FUZZERS); do \
+	    OMP_WAIT_POLICY=passive $$fuzzer -max_total_time=$(FUZZ_SECONDS) -max_len=32768 -timeout=20 -verbosity=0 \
+	        -print_final_stats=1 -artifact_prefix=build/ > $$fuzzer.log 2>&1 || { cat $$fuzzer.log; exit 1; }; \
+	    sed -n "s|^stat::number_of_executed_units: *|$$fuzzer: inputs |p" $$fuzzer.log; \
+	done
 
 plot:
 	@scripts/plot.sh $(RUN)

@@ -3047,6 +3047,134 @@ static void test_anchor(void) {
     stream_destroy(stream);
     mesh_run_close(run);
 }
+
+// Sums over the rows of an anchor's passes, in double: of states, of gradients over their micro-batch's root mean
+// square, and of embeddings.
+typedef struct {
+    double *xx[2], *sum[2], *xe, *ee, *sum_e; // xx and sum by direction
+} BoundarySums;
+
+static void boundary_sums(BoundarySums *s, int C) {
+    size_t wide = (size_t)C, square = wide * wide;
+    double *at = (double *)calloc(4 * square + 3 * wide, sizeof(double));
+    s->xx[0] = at, s->xx[1] = at + square, s->xe = at + 2 * square, s->ee = at + 3 * square;
+    s->sum[0] = at + 4 * square, s->sum[1] = s->sum[0] + wide, s->sum_e = s->sum[1] + wide;
+}
+
+static void boundary_product(double *to, const double *a, const double *b, int C) {
+    for (int i = 0; i < C; i++)
+        for (int j = 0; j < C; j++) to[i * C + j] += a[i] * b[j];
+}
+
+// Adds N rows of states x, gradients g and embeddings embed[token].
+static void boundary_add(BoundarySums *s, const float *x, const float *g, const float *embed, const uint32_t *tokens,
+                         int N, int C) {
+    double row[3][64], size = 0.0;
+    for (int i = 0; i < N * C; i++) size += (double)g[i] * (double)g[i] / (N * C);
+    for (int t = 0; t < N; t++) {
+        for (int c = 0; c < C; c++) {
+            row[0][c] = (double)x[t * C + c], row[1][c] = (double)g[t * C + c] / sqrt(size);
+            row[2][c] = (double)embed[(int)tokens[t] * C + c];
+            s->sum[0][c] += row[0][c], s->sum[1][c] += row[1][c], s->sum_e[c] += row[2][c];
+        }
+        boundary_product(s->xx[0], row[0], row[0], C);
+        boundary_product(s->xx[1], row[1], row[1], C);
+        boundary_product(s->xe, row[0], row[2], C);
+        boundary_product(s->ee, row[2], row[2], C);
+    }
+}
+
+// A stage of layers first .. first+n-1 with the weights of a whole model.
+static void part_of_model(Stage *part, const Stage *whole, int first, int n, int B, int T, Stream *stream) {
+    check(stage_table(part, &whole->config, first, n) == 0, "%s", error_message);
+    check(stage_plan(part, B, T, 1, 0) == 0 && stage_alloc(part, stream) == 0, "%s", error_message);
+    for (int i = 0; i < part->n_tensors; i++)
+        for (int j = 0; j < whole->n_tensors; j++)
+            if (part->tensors[i].index == whole->tensors[j].index)
+                memcpy(part->params + part->tensors[i].offset, whole->params + whole->tensors[j].offset,
+                       sizeof(float) * (size_t)part->tensors[i].n);
+    stage_begin(part, stream);
+}
+
+// What the anchor's pass had to see of the boundary before `layer`: the model cut in two there, forward and backward.
+static void boundary_seen(BoundarySums *s, const Anchor *anchor, int layer, const float *embed, int pass,
+                          const KltMoments *states, Stream *stream) {
+    Stage low, high;
+    int L = anchor->stage.n_layers, C = anchor->stage.config.channels, T = anchor->T, row = 0;
+    part_of_model(&low, &anchor->stage, 0, layer, anchor->micro_batch, T, stream);
+    part_of_model(&high, &anchor->stage, layer, L - layer, anchor->micro_batch, T, stream);
+    for (int i = 0; i < 4 * C * C + 3 * C; i++) s->xx[0][i] *= pass > 0 ? (double)LEARNER_DECAY : 0.0;
+    for (int b = 0; b < anchor->batch; b += anchor->micro_batch) {
+        int B = anchor->batch - b < anchor->micro_batch ? anchor->batch - b : anchor->micro_batch, N = B * T;
+        const uint32_t *tokens = anchor->tokens.tokens + b * T;
+        stage_forward(&low, 0, tokens, B, T, NULL, stream);
+        memcpy(stage_input(&high, 0), low.last, sizeof(floatX) * (size_t)(N * C));
+        stage_forward(&high, 0, tokens, B, T, NULL, stream);
+        head_loss(&high, anchor->tokens.targets + b * T, N, 1, 1e-3f, b == 0, stream);
+        stage_backward(&high, 0, B, T, b == 0, NULL, stream);
+        boundary_add(s, low.last, high.d.dx, embed, tokens, N, C);
+        check_close(states->sample + row * C, low.last, N * C, 1e-6, "rows of the sample");
+        check(memcmp(states->tokens + row, tokens, sizeof *tokens * (size_t)N) == 0, "tokens of the sample");
+        row += N;
+    }
+    check(states->n_sample == row, "%d rows in the sample, not %d", states->n_sample, row);
+    stage_free(&low);
+    stage_free(&high);
+}
+
+static void check_sums(const float *got, const double *sums, int n, const char *what, int layer, int pass) {
+    float *expected = (float *)malloc(sizeof(float) * (size_t)n);
+    char label[96];
+    for (int i = 0; i < n; i++) expected[i] = (float)sums[i];
+    snprintf(label, sizeof label, "layer %d, pass %d: %s", layer, pass, what);
+    check_close(got, expected, n, 1e-5, label);
+    free(expected);
+}
+
+// What the anchor's hook collects at each boundary over two passes of three micro-batches, the last a short one,
+// against sums of states and gradients of the model cut in two there, and of the embedding the run began with. Must
+// fail for: the layer before or after, rows of another micro-batch, today's embedding, no decay, raw gradients.
+static void test_anchor_moments(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open("--init d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
+                                 "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 "
+                                 "-x 2 -y 4");
+    Anchor *anchor = &run->trainer.anchor;
+    const Learner *learner = &anchor->learner;
+    BoundarySums sums[3];
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    int64_t n;
+    int C = run->trainer.config.channels, rows = anchor->batch * anchor->T;
+    float *embed = replica_values(run, 0, ARENA_PARAMS, &n); // the first tensor
+    if (!check(learner->n_boundaries == 3, "%d boundaries", learner->n_boundaries)) exit(1);
+    for (int b = 0; b < learner->n_boundaries; b++) boundary_sums(&sums[b], C);
+    for (int pass = 0; pass < 2; pass++) {
+        launch_anchor(&run->trainer);
+        check(anchor_state(anchor, 1) == ANCHOR_READY, "the pass failed: %s", anchor->error);
+        for (int b = 0; b < learner->n_boundaries; b++) {
+            const KltMoments *m = &learner->moments[2 * b], *e = &learner->embedding;
+            int layer = learner->layer[b];
+            boundary_seen(&sums[b], anchor, layer, embed, pass, m, stream);
+            check_sums(m[0].xx, sums[b].xx[0], C * C, "states, squares", layer, pass);
+            check_sums(m[0].sum, sums[b].sum[0], C, "states, sums", layer, pass);
+            check_sums(m[0].xe, sums[b].xe, C * C, "states times embeddings", layer, pass);
+            check_sums(m[1].xx, sums[b].xx[1], C * C, "gradients, squares", layer, pass);
+            check_sums(m[1].sum, sums[b].sum[1], C, "gradients, sums", layer, pass);
+            check_sums(e->xx, sums[b].ee, C * C, "embeddings, squares", layer, pass);
+            check_sums(e->sum, sums[b].sum_e, C, "embeddings, sums", layer, pass);
+            double weight = pass * (double)LEARNER_DECAY * rows + rows;
+            check(m[0].weight == weight && m[1].weight == weight && e->weight == weight, "weights %g %g %g, not %g",
+                  m[0].weight, m[1].weight, e->weight, weight);
+        }
+        check(anchor_deliver(anchor) == 0, "%s", error_message);
+        for (Stage *stage = mesh_model(&run->trainer.mesh, 0); stage != NULL; stage = stage->next)
+            for (int64_t i = 0; i < stage->arena_floats; i++) stage->params[i] *= 1.25f; // as if it had learned
+    }
+    for (int b = 0; b < learner->n_boundaries; b++) free(sums[b].xx[0]);
+    free(embed);
+    stream_destroy(stream);
+    mesh_run_close(run);
+}
 #endif
 
 // With auto, the fast circuit goes on while the anchor is held back, and takes the factors once they are there.
@@ -5072,6 +5200,161 @@ static void test_codec_aqsgd(void) {
     wired_close(&w);
 }
 
+// What every codec promises, side by side. By direction: bytes of a row, by hand; how far off values arrive, relative,
+// between low and high; whether the mean of many messages of the same values is the values themselves (or what klt's
+// basis keeps of them). linear: forward C and backward B are adjoint, <C x, y> = <x, B y>, so that B is the gradient of
+// C; the others hand gradients on as they are, off by no more than rounding.
+typedef struct {
+    CodecKind kind;
+    float rate;
+    Wire wire;
+    int linear, unbiased[2];
+    double bytes[2], low[2], high[2];
+} CodecPromise;
+
+enum { PROMISE_N = 48, PROMISE_T = 24, PROMISE_H = 64, PROMISE_VALUES = PROMISE_N * PROMISE_H };
+
+static const CodecPromise promises[] = {
+    {CODEC_MASK, 0.75f, WIRE_FP32, 1, {1, 1}, {64, 64}, {0.85, 0.85}, {0.88, 0.88}}, // sqrt(3/4) with scale 1
+    {CODEC_NONE, 0.0f, WIRE_FP32, 1, {0, 0}, {256, 256}, {0.0, 0.0}, {0.0, 0.0}},
+    {CODEC_NONE, 0.0f, WIRE_BF16, 0, {0, 0}, {128, 128}, {1e-3, 1e-3}, {2e-3, 2e-3}},
+    {CODEC_QUANT8, 0.0f, WIRE_BF16, 0, {0, 0}, {66, 66}, {5e-3, 5e-3}, {8e-3, 8e-3}},
+    {CODEC_QUANT4, 0.0f, WIRE_BF16, 0, {0, 0}, {34, 34}, {0.08, 0.08}, {0.12, 0.12}},
+    {CODEC_TOPK, 0.75f, WIRE_FP32, 1, {0, 0}, {62, 52}, {0.5, 0.85}, {0.7, 0.95}}, // 13 values, 10 bytes of indices
+    {CODEC_BOTTLENECK, 0.75f, WIRE_FP32, 1, {0, 0}, {64, 64}, {0.85, 0.85}, {0.88, 0.88}},
+    {CODEC_AQSGD, 0.0f, WIRE_BF16, 0, {0, 0}, {18, 66}, {1e-4, 5e-3}, {2e-3, 8e-3}}, // a later visit
+    {CODEC_TAHQUANT, 0.0f, WIRE_BF16, 0, {0, 0}, {18, 66}, {0.3, 5e-3}, {0.5, 8e-3}},
+    {CODEC_KLT, 0.9f, WIRE_BF16, 0, {0, 1}, {12.8, 12.8}, {0.1, 0.2}, {0.4, 0.6}}};
+
+// Mean and spread of each value over many messages, one a step: off by as many standard errors as chance allows. Of
+// 3072 values none is beyond 5.5, and their root mean square is 1 within 15%.
+static void promise_unbiased(Wired *w, CodecDirection direction, const float *x, const float *truth) {
+    enum { DRAWS = 200 };
+    double *sum = (double *)calloc(2 * PROMISE_VALUES, sizeof(double)), *squares = sum + PROMISE_VALUES;
+    double worst = 0.0, all = 0.0;
+    int64_t n_bytes;
+    for (int i = 0; i < DRAWS; i++) {
+        w->context.step++;
+        float *out = wired_send(w, direction, x, &n_bytes);
+        for (int v = 0; v < PROMISE_VALUES; v++)
+            sum[v] += (double)out[v], squares[v] += (double)out[v] * (double)out[v];
+        release(out, PROMISE_VALUES, "out");
+    }
+    for (int v = 0; v < PROMISE_VALUES; v++) {
+        double mean = sum[v] / DRAWS, variance = (squares[v] / DRAWS - mean * mean) / (DRAWS - 1);
+        double errors = fabs(mean - (double)truth[v]) / sqrt(variance);
+        if (!(errors <= worst)) worst = errors;
+        all += errors * errors / PROMISE_VALUES;
+    }
+    check(worst < 5.5 && sqrt(all) > 0.85 && sqrt(all) < 1.15,
+          "%s, direction %d: the mean of %d messages is off by %.2f standard errors, at most %.2f",
+          codec_name(w->codec.kind), (int)direction, DRAWS, sqrt(all), worst);
+    free(sum);
+}
+
+// Ten messages of a direction: their bytes and error. A warm end: topk has its sets, aqsgd its caches.
+static void promise_sent(Wired *w, const CodecPromise *p, CodecDirection direction, const float *x) {
+    double bytes = 0.0, error = 0.0;
+    int64_t n_bytes;
+    int fixed = p->kind != CODEC_KLT;
+    for (int i = 0; i < 10; i++) {
+        w->context.step++;
+        float *out = wired_send(w, direction, x, &n_bytes);
+        bytes += (double)n_bytes, error += relative_error(out, x, PROMISE_VALUES) / 10;
+        check(n_bytes <= codec_cap(&w->codec, PROMISE_N, PROMISE_H), "%s: %lld bytes", codec_name(p->kind),
+              (long long)n_bytes);
+        release(out, PROMISE_VALUES, "out");
+    }
+    bytes /= 10 * PROMISE_N;
+    check(fixed ? bytes == p->bytes[direction] : fabs(bytes / p->bytes[direction] - 1.0) < 0.05,
+          "%s, direction %d: %g bytes a row, %g promised", codec_name(p->kind), (int)direction, bytes,
+          p->bytes[direction]);
+    check(error >= p->low[direction] && error <= p->high[direction], "%s, direction %d: off by %g, not %g to %g",
+          codec_name(p->kind), (int)direction, error, p->low[direction], p->high[direction]);
+}
+
+static void promise_adjoint(Wired *w, const float *x, const float *y) {
+    double forward = 0.0, backward = 0.0;
+    int64_t n_bytes;
+    float *cx = wired_send(w, CODEC_FORWARD, x, &n_bytes), *by = wired_send(w, CODEC_BACKWARD, y, &n_bytes);
+    for (int v = 0; v < PROMISE_VALUES; v++)
+        forward += (double)cx[v] * (double)y[v], backward += (double)x[v] * (double)by[v];
+    check(fabs(forward) > 1.0 && fabs(forward - backward) < 1e-4 * fabs(forward), "%s: <C x, y> %g, <x, B y> %g",
+          codec_name(w->codec.kind), forward, backward);
+    release(cx, PROMISE_VALUES, "forward");
+    release(by, PROMISE_VALUES, "backward");
+}
+
+// What klt's table of a direction keeps of x.
+static float *promise_kept(const KltTable *table, const float *x, Stream *stream) {
+    int K = table->head.K;
+    float *y = guarded(PROMISE_N * K), *kept = (float *)malloc(sizeof(float) * PROMISE_VALUES);
+    matmul_product(y, K, x, PROMISE_H, 0, table->basis, K, 0, PROMISE_N, K, PROMISE_H, 0, 0, stream);
+    matmul_product(kept, PROMISE_H, y, K, 0, table->basis, K, 1, PROMISE_N, PROMISE_H, K, 0, 0, stream);
+    release(y, PROMISE_N * K, "y");
+    return kept;
+}
+
+// klt: no message without a table, and a look at the model moves no controller.
+static void promise_klt_ends(Wired *w, KltFixture *fixtures, const float *x) {
+    unsigned char message[16];
+    for (int d = 0; d < 2; d++) {
+        w->context.direction = (CodecDirection)d;
+        check_error(codec_encode(&w->codec, &w->before, &w->context, x, 1, PROMISE_H, message, 16, w->stream) < 0,
+                    "no table yet", "encoding without a table");
+        check_error(codec_decode(&w->codec, &w->before, &w->context, message, 16, (float *)x, 1, PROMISE_H, w->stream),
+                    "no table yet", "decoding without a table");
+        w->before.klt[d].table = w->behind.klt[d].table = &fixtures[d].table;
+        w->before.klt[d].work = w->behind.klt[d].work = &fixtures[d].work;
+    }
+    for (int training = 0; training < 2; training++) {
+        int64_t n_bytes;
+        w->context.training = training;
+        release(wired_send(w, CODEC_FORWARD, x, &n_bytes), PROMISE_VALUES, "out");
+        check((w->before.klt[0].control[0] != 0.0) == training, "the controller at %g, training %d",
+              w->before.klt[0].control[0], training);
+    }
+}
+
+// Must fail for: a mask that is not of the step, a scale of 1 where it is H/K, rounding to nearest where it is said to
+// be stochastic, a gradient through another set or the transpose, bytes of one direction for the other.
+static void test_codec_promises(void) {
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    Correlated c;
+    KltFixture fixtures[2];
+    int seen_kinds = 0;
+    correlated_init(&c, PROMISE_H, 1024, stream);
+    for (int d = 0; d < 2; d++) klt_fixture(&fixtures[d], &c, 0.1, d, 0, stream);
+    for (size_t i = 0; i < sizeof promises / sizeof *promises; i++) {
+        const CodecPromise *p = &promises[i];
+        Wired w;
+        int64_t n_bytes;
+        int is_klt = p->kind == CODEC_KLT;
+        float *x = is_klt ? correlated_rows(&c, 560, stream) : random_values(PROMISE_VALUES, 561, 1.0f);
+        float *y = is_klt ? correlated_rows(&c, 562, stream) : random_values(PROMISE_VALUES, 563, 1.0f);
+        wired_open(&w, p->kind, p->rate, p->wire, PROMISE_N, PROMISE_H, PROMISE_T);
+        if (is_klt) promise_klt_ends(&w, fixtures, x);
+        release(wired_send(&w, CODEC_FORWARD, x, &n_bytes), PROMISE_VALUES, "out");
+        promise_sent(&w, p, CODEC_FORWARD, x);
+        promise_sent(&w, p, CODEC_BACKWARD, y);
+        if (p->linear) promise_adjoint(&w, x, y);
+        if (p->kind == CODEC_MASK) w.codec.scale = 4.0f; // --mask-scale inverse: H/K
+        for (int d = 0; d < 2; d++) {
+            float *kept = is_klt ? promise_kept(&fixtures[d].table, d ? y : x, stream) : NULL;
+            if (p->unbiased[d]) promise_unbiased(&w, (CodecDirection)d, d ? y : x, is_klt ? kept : d ? y : x);
+            free(kept);
+        }
+        seen_kinds |= 1 << p->kind;
+        free(x);
+        free(y);
+        wired_close(&w);
+    }
+    check(seen_kinds == (1 << CODEC_KINDS) - 1, "a codec promises nothing: %#x", (unsigned)seen_kinds);
+    for (int d = 0; d < 2; d++) klt_fixture_free(&fixtures[d]);
+    free(c.mix);
+    stream_destroy(stream);
+}
+
 // Hostile bytes: wrong lengths are refused and touch nothing; random bytes of the right length are taken or refused,
 // and nothing is read or written beyond (exact memory, for ASan). The message depends on neither threads nor address.
 static void hostile_case(CodecKind kind, CodecDirection direction, int n, int H) {
@@ -5132,7 +5415,7 @@ static void hostile_case(CodecKind kind, CodecDirection direction, int n, int H)
 }
 
 static void test_codec_hostile(void) {
-    for (int kind = CODEC_QUANT8; kind < CODEC_KLT; kind++) // klt: test_klt_messages
+    for (int kind = CODEC_NONE; kind < CODEC_KLT; kind++) // mask: test_codec; klt: test_klt_messages
         for (int direction = 0; direction < 2; direction++) {
             hostile_case((CodecKind)kind, (CodecDirection)direction, 1, 16);
             hostile_case((CodecKind)kind, (CodecDirection)direction, 6, 129);
@@ -5605,6 +5888,7 @@ static const struct {
     {"powersgd", test_powersgd},
     {"masked_gradient", test_masked_gradient},
     {"anchor", test_anchor},
+    {"anchor_moments", test_anchor_moments},
     {"anchor_rank", test_anchor_rank},
     {"diloco", test_diloco},
     {"mask", test_mask},
@@ -5622,6 +5906,7 @@ static const struct {
     {"codec_topk", test_codec_topk},
     {"codec_bottleneck", test_codec_bottleneck},
     {"codec_aqsgd", test_codec_aqsgd},
+    {"codec_promises", test_codec_promises},
     {"codec_hostile", test_codec_hostile},
     {"outer_steps", test_outer_steps},
     {"anchor_update", test_anchor_update},

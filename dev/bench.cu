@@ -4,9 +4,10 @@
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
 //   parts  each op of a 124M layer alone
-//   mesh   what the mesh adds to a fast step of 124M, T 256, 4,096 tokens: filter of rank 128 and full, each codec but
-//          klt over three boundaries both ways (at p 0.95 those that take a budget), one anchor pass's SVDs; each as a
-//          share of the step timed in the same run
+//   mesh   what the mesh adds to a fast step of 124M, T 256, 4,096 tokens: filter of rank 128 and full, each codec over
+//          three boundaries both ways, encoded and decoded (at p 0.95 those that take a budget), each as a share of the
+//          step timed in the same run; of klt also its parts. Beside the step: an anchor pass's SVDs, and what it adds
+//          for klt's tables. klt's states and gradients are Gaussian, component k of variance 1/k, turned at random
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
 // of the step. bench.h has the FLOPs of a token.
@@ -161,9 +162,134 @@ static void filter_layer(float *grad, const float *factors, int rank, Stream *st
     }
 }
 
-// Both ways of a step's micro-batches of N rows over a boundary, through one pair of ends: x there and back.
-static int bench_codec(const Codec *codec, float *x, int N, int C, int T, unsigned char *message, int64_t cap,
-                       double *took, Stream *stream) {
+// What klt needs beside a codec: rows as the boundaries of a step might have them, and the tables learned from them.
+typedef struct {
+    int n, C, V;           // rows, values of a row, tokens there are
+    float *embed;          // (V, C)
+    uint32_t *tokens;      // (n)
+    float *rows[2];        // (n, C) states and gradients
+    KltMoments moments[2]; // of them
+    KltMoments embedding;
+    KltTable tables[2];
+    KltWork work;
+    double adding, learning; // seconds: moments of the n rows of both directions, both tables
+} KltBench;
+
+static void klt_bench_free(KltBench *bench) {
+    for (int d = 0; d < 2; d++) {
+        klt_moments_free(&bench->moments[d]);
+        klt_table_free(&bench->tables[d]);
+        device_free(bench->rows[d]);
+    }
+    klt_moments_free(&bench->embedding);
+    klt_work_free(&bench->work);
+    device_free(bench->embed);
+    free(bench->tokens);
+}
+
+// rows (n, C): normals of variance 1/k for component k, turned by mix (C, C).
+static void klt_bench_rows(float *rows, float *normals, const float *mix, int n, int C, uint32_t sub, Stream *stream) {
+    rand_normal(normals, (int64_t)n * C, 1, RAND_TEST, sub);
+    for (int i = 0; i < n * C; i++) normals[i] /= sqrtf((float)(i % C + 1));
+    matmul_product(rows, C, normals, C, 0, mix, C, 1, n, C, C, 0, 0, stream);
+}
+
+static int klt_bench_data(KltBench *bench, Stream *stream) {
+    size_t wide = (size_t)bench->n * (size_t)bench->C, square = (size_t)bench->C * (size_t)bench->C;
+    float *mix = (float *)device_alloc(sizeof(float) * (square + wide));
+    bench->embed = (float *)device_alloc(sizeof(float) * (size_t)bench->V * (size_t)bench->C);
+    bench->tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)bench->n);
+    if (mix == NULL || bench->embed == NULL || bench->tokens == NULL) return -1;
+    rand_normal(mix, (int64_t)square, 1, RAND_TEST, 2);
+    rand_normal(bench->embed, (int64_t)bench->V * bench->C, 1, RAND_TEST, 3);
+    for (int t = 0; t < bench->n; t++)
+        bench->tokens[t] = rand_block(1, RAND_TEST, 4, (uint64_t)t).v[0] % (uint32_t)bench->V;
+    int failed = orthonormalize(mix, bench->C, bench->C, stream);
+    for (int d = 0; d < 2; d++) {
+        if ((bench->rows[d] = (float *)device_alloc(sizeof(float) * wide)) == NULL) return -1;
+        klt_bench_rows(bench->rows[d], mix + square, mix, bench->n, bench->C, 5 + (uint32_t)d, stream);
+    }
+    device_free(mix);
+    return failed;
+}
+
+// Moments of both directions, as anchor_see adds them.
+static int klt_bench_add(KltBench *bench, Stream *stream) {
+    KltMoments *m = bench->moments;
+    float *e = (float *)device_alloc(sizeof(float) * (size_t)bench->n * (size_t)bench->C);
+    if (e == NULL) return -1;
+    embedding_forward(e, bench->tokens, bench->embed, bench->n, bench->C, stream);
+    double start = seconds();
+    int failed = klt_moments_add(&bench->embedding, e, NULL, NULL, bench->n, 1, 0, &bench->work, stream) ||
+                 klt_moments_add(&m[0], bench->rows[0], e, bench->tokens, bench->n, 4, 0, &bench->work, stream) ||
+                 klt_moments_add(&m[1], bench->rows[1], NULL, NULL, bench->n, 4, 1, &bench->work, stream);
+    bench->adding = seconds() - start;
+    device_free(e);
+    return failed;
+}
+
+// The tables of p 0.95.
+static int klt_bench_learn(KltBench *bench, double budget, Stream *stream) {
+    double start = seconds();
+    for (int d = 0; d < 2; d++) {
+        KltSettings settings = {1, d, 0, 0.45f, d ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3, 8.0 * budget, 1};
+        int64_t n_bytes = 0;
+        unsigned char *blob = klt_learn(&bench->moments[d], d ? NULL : &bench->embedding, bench->embed, &settings,
+                                        &bench->work, &n_bytes, stream);
+        int failed = blob == NULL || klt_table_load(&bench->tables[d], blob, n_bytes, bench->C, stream);
+        free(blob);
+        if (failed) return -1;
+    }
+    bench->learning = seconds() - start;
+    return 0;
+}
+
+static int klt_bench_init(KltBench *bench, int n, int C, int V, double budget, Stream *stream) {
+    bench->n = n, bench->C = C, bench->V = V;
+    if (klt_moments_alloc(&bench->moments[0], C, 1, 1024) || klt_moments_alloc(&bench->moments[1], C, 0, 1024) ||
+        klt_moments_alloc(&bench->embedding, C, 0, 0) || klt_bench_data(bench, stream) ||
+        klt_bench_add(bench, stream) || klt_bench_add(bench, stream)) // the first makes the kernels
+        return -1;
+    return klt_bench_learn(bench, budget, stream);
+}
+
+// Seconds to code n rows' symbols of both directions, and to read them: what is on the CPU whatever the device.
+static int klt_bench_coder(KltBench *bench, double budget, int n, unsigned char *message, int64_t cap, double *writing,
+                           double *reading, Stream *stream) {
+    int failed = 0;
+    *writing = *reading = 0.0;
+    for (int d = 0; d < 2 && !failed; d++) {
+        KltTable *table = &bench->tables[d];
+        KltEnd end = {table, &bench->work, bench->embed, budget, {0, 0}};
+        KltMessage which = {1, 0, 1, 3, 0};
+        size_t K = (size_t)table->head.K, room_bytes = 4 * (size_t)klt_most(&end, n);
+        uint64_t key = klt_message_key(&which);
+        int16_t *symbols = (int16_t *)malloc(2 * (size_t)n * (K + 1)), *scales = symbols + (size_t)n * K;
+        unsigned char *room = (unsigned char *)malloc(room_bytes);
+        float step;
+        double took;
+        int64_t n_bytes = klt_encode(&end, &which, bench->tokens, bench->rows[d], n, bench->C, message, cap, stream);
+        failed = symbols == NULL || room == NULL || n_bytes < 0 ||
+                 klt_read(table, key, symbols, scales, &step, n, message, n_bytes, stream);
+        MEDIAN_SECONDS(&took, 9, {
+            failed = failed || klt_write_pieces(table, key, symbols, scales, n, message, n_bytes, room,
+                                                (int64_t)room_bytes, stream) != n_bytes;
+        });
+        *writing += took;
+        MEDIAN_SECONDS(&took, 9, {
+            failed = failed || klt_read_pieces(table, key, symbols, scales, n, message, n_bytes, stream);
+        });
+        *reading += took;
+        free(symbols);
+        free(room);
+    }
+    return failed;
+}
+
+// Both ways of a step's micro-batches of N rows over a boundary, through one pair of ends: from[direction] as it
+// arrives at x. tables: for klt, else NULL.
+static int bench_codec(const Codec *codec, float *const from[2], float *x, int N, int C, int T, unsigned char *message,
+                       int64_t cap, KltBench *tables, double *took, Stream *stream) {
     CodecEnd ends[2];
     CodecShape shape = {C, N, T, 1, N / T};
     CodecContext context = codec_context(1, 0, 0, 3, 1);
@@ -172,11 +298,16 @@ static int bench_codec(const Codec *codec, float *x, int N, int C, int T, unsign
     if (failed) return error_set("out of memory");
     for (int s = 0; s < N / T; s++) samples[s] = s;
     context.training = 1, context.T = T, context.samples = samples;
+    for (int i = 0; i < 4 && tables != NULL; i++) {
+        KltEnd *end = &ends[i / 2].klt[i % 2];
+        end->table = &tables->tables[i % 2], end->work = &tables->work, end->embed = tables->embed;
+        context.tokens = tables->tokens;
+    }
     for (int warm = 1; warm >= 0; warm--) // the first visit of aqsgd is not the one that counts
-        MEDIAN_SECONDS(took, 5, {
+        MEDIAN_SECONDS(took, 9, {
             for (int back = 0; back < 2; back++) {
                 context.direction = (CodecDirection)back;
-                n_bytes = codec_encode(codec, &ends[back], &context, x, N, C, message, cap, stream);
+                n_bytes = codec_encode(codec, &ends[back], &context, from[back], N, C, message, cap, stream);
                 failed |=
                     n_bytes < 0 || codec_decode(codec, &ends[1 - back], &context, message, n_bytes, x, N, C, stream);
             }
@@ -186,37 +317,74 @@ static int bench_codec(const Codec *codec, float *x, int N, int C, int T, unsign
     return failed;
 }
 
+// The step that `bench mesh` measures against: 4 stages, 4 micro-batches of 4 sequences of 256.
+enum { MESH_C = 768, MESH_F = 2048, MESH_L = 12, MESH_N = 1024, MESH_T = 256, MESH_V = 32000 };
+enum { MESH_BOUNDARIES = 3, MESH_MICRO = 4, MESH_RANK = 128 };
+
+static void bench_share(const char *label, double took, double step) {
+    printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", label, 1e3 * took, 100.0 * took / step);
+    fflush(stdout);
+}
+
+// klt's parts of `took` seconds a boundary and micro-batch, and what it adds to an anchor pass.
+static int bench_klt_parts(KltBench *bench, double budget, unsigned char *message, int64_t cap, double took,
+                           double step, Stream *stream) {
+    double writing, reading, n = MESH_MICRO * MESH_BOUNDARIES;
+    char label[64];
+    if (klt_bench_coder(bench, budget, MESH_N, message, cap, &writing, &reading, stream)) return -1;
+    snprintf(label, sizeof label, "    products, ops, %d+%d components", bench->tables[0].head.K,
+             bench->tables[1].head.K);
+    bench_share(label, n * (took - writing - reading), step);
+    bench_share("    entropy coder, writing", n * writing, step);
+    bench_share("    entropy coder, reading", n * reading, step);
+    printf("  %-34s %8.1f ms an anchor pass of %d tokens, tables %.1f ms, beside the fast circuit\n", "klt's moments",
+           1e3 * MESH_BOUNDARIES * bench->adding, bench->n, 1e3 * MESH_BOUNDARIES * bench->learning);
+    return 0;
+}
+
+// Each codec over the boundaries of a step. values (N, C): what those that learn nothing are given; x (N, C).
+static int bench_codecs(float *values, float *x, double step, Stream *stream) {
+    int64_t cap = (int64_t)sizeof(float) * MESH_N * MESH_C;
+    unsigned char *message = (unsigned char *)malloc((size_t)cap);
+    double budget = 0.05 * 2 * MESH_C, took;
+    KltBench klt;
+    Codec codec;
+    memset(&klt, 0, sizeof klt);
+    int failed = message == NULL || klt_bench_init(&klt, MESH_MICRO * MESH_N, MESH_C, MESH_V, budget, stream);
+    for (int kind = 0; kind < CODEC_KINDS && !failed; kind++) {
+        char label[64];
+        int is_klt = kind == CODEC_KLT;
+        int takes_budget = kind == CODEC_MASK || kind == CODEC_TOPK || kind == CODEC_BOTTLENECK || is_klt;
+        float *const same[2] = {values, values};
+        codec_init(&codec, MESH_C, takes_budget ? 0.95f : 0.0f, MASK_SCALE_NONE, WIRE_BF16, 1);
+        codec.kind = (CodecKind)kind;
+        failed = bench_codec(&codec, is_klt ? klt.rows : same, x, MESH_N, MESH_C, MESH_T, message, cap,
+                             is_klt ? &klt : NULL, &took, stream);
+        snprintf(label, sizeof label, "codec %s, 3 boundaries", codec_name(codec.kind));
+        bench_share(label, MESH_MICRO * MESH_BOUNDARIES * took, step);
+        if (is_klt && !failed) failed = bench_klt_parts(&klt, budget, message, cap, took, step, stream);
+    }
+    klt_bench_free(&klt);
+    free(message);
+    return failed ? -1 : 0;
+}
+
 static int bench_mesh(Precision precision) {
-    enum { C = 768, F = 2048, L = 12, N = 1024, STAGES = 4, MICRO = 4, RANK = 128 };
+    enum { C = MESH_C, F = MESH_F, RANK = MESH_RANK };
     double step, took;
     Stream *stream = NULL;
-    Codec codec;
-    if (bench_model("124M", "124m", 16, 256, 4, precision, 3, &step)) return -1;
+    if (bench_model("124M", "124m", 16, MESH_T, 4, precision, 3, &step)) return -1;
     if (stream_create(&stream, precision, omp_get_num_procs())) return -1;
     size_t grads = (size_t)4 * C * C + (size_t)3 * F * C, factors = (size_t)(C + F) * C + C;
     size_t floats = grads + factors + (size_t)3 * F * C;
     float *base = (float *)device_alloc(sizeof(float) * floats), *x = base + grads + factors;
-    unsigned char *message = (unsigned char *)malloc(sizeof(float) * N * C);
-    if (base == NULL || message == NULL) return error_set("out of memory");
+    if (base == NULL) return error_set("out of memory");
     for (size_t i = 0; i < floats; i++)
         base[i] = 0.02f * ((float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f);
+    if (bench_codecs(base, x, step, stream)) return -1; // while base is as it was
     for (int full = 0; full < 2; full++) {
         MEDIAN_SECONDS(&took, 5, filter_layer(base, base + grads, full ? C : RANK, stream));
-        printf("  %-34s %8.1f ms a step, %5.2f%% of it\n",
-               full ? "spectral filter, full rank" : "spectral filter, rank 128", 1e3 * L * took,
-               100.0 * L * took / step);
-    }
-    for (int kind = 0; kind < CODEC_KINDS; kind++) {
-        char label[64];
-        if (kind == CODEC_KLT) continue; // its tables come from an anchor's passes
-        int takes_budget = kind == CODEC_MASK || kind == CODEC_TOPK || kind == CODEC_BOTTLENECK;
-        codec_init(&codec, C, takes_budget ? 0.95f : 0.0f, MASK_SCALE_NONE, WIRE_BF16, 1);
-        codec.kind = (CodecKind)kind;
-        for (size_t i = 0; i < (size_t)N * C; i++) x[i] = base[i];
-        if (bench_codec(&codec, x, N, C, 256, message, (int64_t)sizeof(float) * N * C, &took, stream)) return -1;
-        took *= MICRO * (STAGES - 1);
-        snprintf(label, sizeof label, "codec %s, 3 boundaries", codec_name(codec.kind));
-        printf("  %-34s %8.1f ms a step, %5.2f%% of it\n", label, 1e3 * took, 100.0 * took / step);
+        bench_share(full ? "spectral filter, full rank" : "spectral filter, rank 128", MESH_L * took, step);
     }
     float *u = (float *)malloc(sizeof(float) * F * RANK), *v = (float *)malloc(sizeof(float) * F * RANK), s[RANK];
     if (u == NULL || v == NULL) return error_set("out of memory");
@@ -226,10 +394,9 @@ static int bench_mesh(Precision precision) {
     failed |= svd_truncated(u, s, v, base, F, C, RANK, 0, 1, 0, stream);
     MEDIAN_SECONDS(&tall, 5, failed |= svd_truncated(u, s, v, base, F, C, RANK, 1, 1, 0, stream));
     printf("  %-34s %8.1f ms an anchor pass, beside the fast circuit\n", "warm SVDs of rank 128",
-           1e3 * L * (4.0 * square + 3.0 * tall));
+           1e3 * MESH_L * (4.0 * square + 3.0 * tall));
     free(u);
     free(v);
-    free(message);
     device_free(base);
     stream_destroy(stream);
     return failed;

@@ -55,15 +55,27 @@ static inline void klt_measure(float *out, const float *y, const float *weight, 
     }
 }
 
+// symbols (count), y (count) of components first on
+static inline void klt_quantize_run(int16_t *symbols, const float *y, KltQuantizer q, int first, int count,
+                                    const uint32_t *draws) {
+    for (int i = 0; i < count; i++) symbols[i] = (int16_t)klt_symbol(&q, y[i], first + i, draws[i]);
+}
+
+static inline void klt_restore_run(float *y, const int16_t *symbols, int scale, KltQuantizer q, int first, int count,
+                                   const uint32_t *draws) {
+    for (int i = 0; i < count; i++) y[i] = klt_value(&q, symbols[i], first + i, scale, draws[i]);
+}
+
 // symbols (n, K), y (n, K)
 static inline void klt_quantize(int16_t *symbols, const float *y, KltQuantizer q, int n, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)
     for (int t = 0; t < n; t++) {
         size_t row = (size_t)t * (size_t)q.K;
-        Philox draws = {{0, 0, 0, 0}};
-        for (int k = 0; k < q.K; k++) {
-            if (q.stochastic && k % 4 == 0) draws = klt_draws(q.key, t, k / 4);
-            symbols[row + k] = (int16_t)klt_symbol(&q, y[row + k], k, draws.v[k % 4]);
+        uint32_t draws[KLT_RUN] = {0};
+        for (int first = 0; first < q.K; first += KLT_RUN) {
+            int count = q.K - first < KLT_RUN ? q.K - first : KLT_RUN;
+            if (q.stochastic) klt_draws_run(draws, q.key, t, first);
+            klt_quantize_run(symbols + row + first, y + row + first, q, first, count, draws);
         }
     }
 }
@@ -74,10 +86,11 @@ static inline void klt_restore(float *y, const int16_t *symbols, const int16_t *
 #pragma omp parallel for num_threads(stream->threads)
     for (int t = 0; t < n; t++) {
         size_t row = (size_t)t * (size_t)q.K;
-        Philox draws = {{0, 0, 0, 0}};
-        for (int k = 0; k < q.K; k++) {
-            if (q.stochastic && k % 4 == 0) draws = klt_draws(q.key, t, k / 4);
-            y[row + k] = klt_value(&q, symbols[row + k], k, scales[t], draws.v[k % 4]);
+        uint32_t draws[KLT_RUN] = {0};
+        for (int first = 0; first < q.K; first += KLT_RUN) {
+            int count = q.K - first < KLT_RUN ? q.K - first : KLT_RUN;
+            if (q.stochastic) klt_draws_run(draws, q.key, t, first);
+            klt_restore_run(y + row + first, symbols + row + first, scales[t], q, first, count, draws);
         }
     }
 }

@@ -210,48 +210,53 @@ static inline int klt_scale(double size, double unit) {
                                            : (int)lround(half_octaves);
 }
 
-// A token's symbols on their way through the coder.
+// What components first .. first+count-1 of a token are coded with: the table, the bits that travel as they are, and
+// the sign that the context of a draw gives the symbol.
 typedef struct {
-    const KltTable *table;
-    uint64_t key;
-    int token, scale, group; // group: of four components whose draws are at hand
-    Philox draws;
-} KltRow;
+    int coder[KLT_RUN], shift[KLT_RUN], sign[KLT_RUN];
+} KltRun;
 
-static inline KltRow klt_row(const KltTable *table, uint64_t key, int token, int scale) {
-    KltRow row = {table, key, token, scale, -1, {{0, 0, 0, 0}}};
-    return row;
+static inline int klt_run(KltRun *run, const KltTable *table, uint64_t key, int token, int scale, int first) {
+    int count = table->head.K - first < KLT_RUN ? table->head.K - first : KLT_RUN;
+    const unsigned char *bits = table->bits + first;
+    uint32_t draws[KLT_RUN];
+    for (int i = 0; i < count; i++) run->coder[i] = klt_class(bits[i], scale);
+    for (int i = 0; i < count; i++) run->shift[i] = klt_shift(run->coder[i]), run->sign[i] = 1;
+    if (!(table->head.flags & KLT_STOCHASTIC)) return count;
+    klt_draws_run(draws, key, token, first);
+    for (int i = 0; i < count; i++) run->coder[i] = run->coder[i] * KLT_CONTEXTS + klt_context(draws[i], &run->sign[i]);
+    return count;
 }
 
-// What component k is coded with: its table, the bits that travel as they are, and the sign that the context gives it.
-static inline const RansTable *klt_row_coder(KltRow *row, int k, int *shift, int *sign) {
-    int number = klt_class(row->table->bits[k], row->scale);
-    *shift = klt_shift(number), *sign = 1;
-    if (!(row->table->head.flags & KLT_STOCHASTIC)) return &row->table->coder[number];
-    if (k / 4 != row->group) row->group = k / 4, row->draws = klt_draws(row->key, row->token, row->group);
-    return &row->table->coder[number * KLT_CONTEXTS + klt_context(row->draws.v[k % 4], sign)];
-}
-
-static inline void klt_write_token(RansWriter *w, KltRow row, const int16_t *symbols) {
-    const RansTable *scales = &row.table->coder[klt_scales(row.table->head.flags)];
-    int silent = 1, shift, sign;
-    for (int k = 0; k < row.table->head.K; k++) silent = silent && symbols[k] == 0;
-    for (int k = row.table->head.K - 1; k >= 0 && !silent; k--) {
-        const RansTable *coder = klt_row_coder(&row, k, &shift, &sign);
-        rans_write_symbol(w, coder, shift, sign * symbols[k]);
-    }
-    rans_write_symbol(w, scales, 0, silent ? KLT_SILENT : row.scale);
+// symbols (K) of one token.
+static inline void klt_write_token(RansWriter *writer, const KltTable *table, uint64_t key, int token, int scale,
+                                   const int16_t *symbols) {
+    RansWriter w = *writer; // in registers
+    int K = table->head.K, any = 0;
+    KltRun run;
+    for (int k = 0; k < K; k++) any |= symbols[k];
+    int sent = any != 0 ? scale : KLT_SILENT;
+    for (int first = (K - 1) / KLT_RUN * KLT_RUN; first >= 0 && any != 0; first -= KLT_RUN)
+        for (int i = klt_run(&run, table, key, token, scale, first) - 1; i >= 0; i--)
+            rans_write_symbol(&w, &table->coder[run.coder[i]], run.shift[i], run.sign[i] * symbols[first + i]);
+    rans_write_symbol(&w, &table->coder[klt_scales(table->head.flags)], 0, sent);
+    *writer = w;
 }
 
 // Symbols (K) and scale of the next token.
-static inline void klt_read_token(RansReader *r, KltRow row, int16_t *symbols, int16_t *scale) {
-    int shift, sign, K = row.table->head.K;
-    row.scale = rans_read_symbol(r, &row.table->coder[klt_scales(row.table->head.flags)], 0);
-    *scale = (int16_t)row.scale;
-    for (int k = 0; k < K && row.scale != KLT_SILENT; k++) {
-        const RansTable *coder = klt_row_coder(&row, k, &shift, &sign);
-        symbols[k] = (int16_t)(sign * rans_read_symbol(r, coder, shift));
+static inline void klt_read_token(RansReader *reader, const KltTable *table, uint64_t key, int token, int16_t *symbols,
+                                  int16_t *scale) {
+    RansReader r = *reader; // in registers
+    int K = table->head.K, half_octaves = rans_read_symbol(&r, &table->coder[klt_scales(table->head.flags)], 0);
+    KltRun run;
+    *scale = (int16_t)half_octaves;
+    for (int first = 0; first < K && half_octaves != KLT_SILENT; first += KLT_RUN) {
+        int count = klt_run(&run, table, key, token, half_octaves, first);
+        for (int i = 0; i < count; i++)
+            symbols[first + i] =
+                (int16_t)(run.sign[i] * rans_read_symbol(&r, &table->coder[run.coder[i]], run.shift[i]));
     }
+    *reader = r;
 }
 
 // Symbols (n, K) and scales (n) as pieces; `room` is a buffer of room_bytes to write them in. Bytes of the message, or
@@ -268,7 +273,7 @@ static inline int64_t klt_write_pieces(const KltTable *table, uint64_t key, cons
         int first = p * KLT_PIECE, last = first + KLT_PIECE < n ? first + KLT_PIECE : n;
         rans_write_begin(&w, room + p * each + 4, each - 4);
         for (int t = last - 1; t >= first && !w.full; t--)
-            klt_write_token(&w, klt_row(table, key, t, scales[t]), symbols + (size_t)t * (size_t)table->head.K);
+            klt_write_token(&w, table, key, t, scales[t], symbols + (size_t)t * (size_t)table->head.K);
         int64_t n_bytes = rans_write_end(&w);
         uint32_t size = n_bytes < 0 ? 0 : (uint32_t)n_bytes;
         memcpy(room + p * each, &size, 4);
@@ -412,7 +417,7 @@ static inline int klt_read_pieces(const KltTable *table, uint64_t key, int16_t *
         for (int i = 0; i <= p; i++) from += size, memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * i, 4);
         if (rans_read_begin(&r, in + from, size)) r.failed = 1;
         for (int t = first; t < last && !r.failed; t++)
-            klt_read_token(&r, klt_row(table, key, t, 0), symbols + (size_t)t * (size_t)table->head.K, &scales[t]);
+            klt_read_token(&r, table, key, t, symbols + (size_t)t * (size_t)table->head.K, &scales[t]);
         failed |= rans_read_end(&r) != 0;
     }
     return failed ? -1 : 0;

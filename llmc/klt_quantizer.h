@@ -58,6 +58,26 @@ static inline HOST_DEVICE Philox klt_draws(uint64_t key, int token, int index) {
     return philox(counter, (uint32_t)key, (uint32_t)(key >> 32));
 }
 
+// Components that the host works on at once, 16 blocks of draws: as many as a register has lanes.
+enum { KLT_RUN = 64 };
+
+// The draws of components first .. first+63 of a token; first is a multiple of 4.
+static inline void klt_draws_run(uint32_t draws[KLT_RUN], uint64_t key, int token, int first) {
+    enum { LANES = KLT_RUN / 4 };
+    uint32_t a[LANES], b[LANES], c[LANES], d[LANES], key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
+    for (int i = 0; i < LANES; i++)
+        a[i] = (uint32_t)(first / 4 + i), b[i] = (uint32_t)token, c[i] = 0, d[i] = (uint32_t)RAND_KLT;
+    for (int round = 0; round < PHILOX_ROUNDS; round++, key0 += PHILOX_KEY0, key1 += PHILOX_KEY1) {
+        for (int i = 0; i < LANES; i++) {
+            uint64_t left = (uint64_t)PHILOX_A * a[i], right = (uint64_t)PHILOX_B * c[i];
+            a[i] = (uint32_t)(right >> 32) ^ b[i] ^ key0, b[i] = (uint32_t)right;
+            c[i] = (uint32_t)(left >> 32) ^ d[i] ^ key1, d[i] = (uint32_t)left;
+        }
+    }
+    for (int i = 0; i < LANES; i++)
+        draws[4 * i] = a[i], draws[4 * i + 1] = b[i], draws[4 * i + 2] = c[i], draws[4 * i + 3] = d[i];
+}
+
 static inline HOST_DEVICE float klt_uniform(uint32_t draw) {
     return (float)(draw >> 8) * 0x1p-24f;
 }
@@ -76,8 +96,10 @@ static inline HOST_DEVICE int klt_symbol(const KltQuantizer *q, float y, int k, 
         float level = floorf(v + q->half[k] + (q->stochastic ? u : 0.5f)), top = 2.0f * q->half[k];
         return level > top ? (int)top : level > 0.0f ? (int)level : 0;
     }
-    float s = q->stochastic ? floorf(v + u) : v < 0.0f ? -floorf(q->theta - v) : floorf(q->theta + v);
-    return s >= (float)RANS_MAX ? RANS_MAX : s <= -(float)RANS_MAX ? -RANS_MAX : s == s ? (int)s : 0;
+    float s = q->stochastic ? floorf(v + u) : copysignf(floorf(q->theta + fabsf(v)), v);
+    s = s == s ? s : 0.0f;
+    s = s < (float)RANS_MAX ? s : (float)RANS_MAX;
+    return (int)(s > -(float)RANS_MAX ? s : -(float)RANS_MAX);
 }
 
 // The value of a symbol, component k of a token of this scale.
@@ -85,9 +107,8 @@ static inline HOST_DEVICE float klt_value(const KltQuantizer *q, int symbol, int
     float centered = q->stochastic ? 0.5f - klt_uniform(draw) : 0.0f;
     if (q->half != NULL) return ((float)symbol - q->half[k] + centered) * q->step * q->grid[k];
     int size = symbol < 0 ? -symbol : symbol, number = klt_class((int)q->first_class[k], scale);
-    float moved = (float)size;
     if (q->stochastic) return ((float)symbol + (number >= KLT_CLASS_DITHERED ? centered : 0.0f)) * q->step;
-    if (size > 0) moved += q->centroids[2 * number + (size > 1)];
+    float centroid = q->centroids[2 * number + (size > 1)], moved = (float)size + (size > 0 ? centroid : 0.0f);
     return (symbol < 0 ? -moved : moved) * q->step;
 }
 

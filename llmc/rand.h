@@ -28,16 +28,22 @@ typedef struct {
     uint32_t v[4];
 } Philox;
 
+#define PHILOX_ROUNDS 10
+#define PHILOX_A      0xD2511F53u
+#define PHILOX_B      0xCD9E8D57u
+#define PHILOX_KEY0   0x9E3779B9u
+#define PHILOX_KEY1   0xBB67AE85u
+
 // One Philox4x32-10 block: counter (4 words), key (2 words) -> 4 words.
 static inline HOST_DEVICE Philox philox(Philox counter, uint32_t key0, uint32_t key1) {
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = 0xD2511F53u * (uint64_t)counter.v[0];
-        uint64_t b = 0xCD9E8D57u * (uint64_t)counter.v[2];
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        uint64_t a = PHILOX_A * (uint64_t)counter.v[0];
+        uint64_t b = PHILOX_B * (uint64_t)counter.v[2];
         Philox next = {{(uint32_t)(b >> 32) ^ counter.v[1] ^ key0, (uint32_t)b,
                         (uint32_t)(a >> 32) ^ counter.v[3] ^ key1, (uint32_t)a}};
         counter = next;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
+        key0 += PHILOX_KEY0;
+        key1 += PHILOX_KEY1;
     }
     return counter;
 }

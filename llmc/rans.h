@@ -34,6 +34,8 @@
 
 typedef struct {
     uint16_t freq[RANS_SYMBOLS], start[RANS_SYMBOLS];
+    uint32_t inverse[RANS_SYMBOLS]; // x / freq = x * inverse >> (31 + inverse_bits) for x < 2^31
+    uint8_t inverse_bits[RANS_SYMBOLS];
     uint8_t slot[RANS_TOTAL]; // the symbol a remainder belongs to
 } RansTable;
 
@@ -65,6 +67,15 @@ static inline void rans_frequencies(uint16_t freq[RANS_SYMBOLS], const double we
     freq[largest] = (uint16_t)(freq[largest] + RANS_TOTAL - sum); // it has 128 at least, the sum is off by 17 at most
 }
 
+// 2^(31+b) / f rounded up, b with 2^b >= f: off by less than f / 2^(31+b) <= 2^-31 relative to 1/f, so that the floor
+// of x < 2^31 times it is exact (Granlund and Montgomery 1994).
+static inline void rans_inverse(RansTable *table, int symbol) {
+    uint64_t f = table->freq[symbol];
+    int bits = f > 1 ? 64 - __builtin_clzll(f - 1) : 0;
+    table->inverse_bits[symbol] = (uint8_t)bits;
+    table->inverse[symbol] = f > 0 ? (uint32_t)((((uint64_t)1 << (31 + bits)) + f - 1) / f) : 0;
+}
+
 // 0, or -1: frequencies that do not add up to 4096, or none for the escape.
 static inline int rans_table(RansTable *table, const uint16_t freq[RANS_SYMBOLS]) {
     int start = 0;
@@ -72,6 +83,7 @@ static inline int rans_table(RansTable *table, const uint16_t freq[RANS_SYMBOLS]
         if (freq[i] > RANS_TOTAL - start) return -1;
         table->freq[i] = freq[i], table->start[i] = (uint16_t)start;
         memset(table->slot + start, i, freq[i]);
+        rans_inverse(table, i);
         start += freq[i];
     }
     return start == RANS_TOTAL && freq[RANS_ESCAPE] > 0 ? 0 : -1;
@@ -102,24 +114,36 @@ static inline void rans_write_begin(RansWriter *w, void *buffer, int64_t cap) {
     w->floor = (unsigned char *)buffer, w->end = w->at = w->floor + cap;
 }
 
-static inline void rans_put(RansWriter *w, uint32_t start, uint32_t freq, int bits) {
-    uint32_t x = w->state, limit = ((RANS_LOW >> bits) << 8) * freq;
-    for (; x >= limit; x >>= 8) {
-        if (w->at == w->floor) {
-            w->full = 1;
-            return;
-        }
-        *--w->at = (unsigned char)x;
+// Puts bytes out until the state is below `limit`: two at most.
+static inline void rans_flush(RansWriter *w, uint32_t limit) {
+    if (w->at - w->floor >= 2) { // no branch on how many: what is beyond them is written over
+        int n = (w->state >= limit) + (w->state >= (uint64_t)limit << 8);
+        w->at[-1] = (unsigned char)w->state, w->at[-2] = (unsigned char)(w->state >> 8);
+        w->at -= n, w->state >>= 8 * n;
+        return;
     }
-    w->state = ((x / freq) << bits) + x % freq + start;
+    for (; w->state >= limit && !w->full; w->state >>= 8) {
+        w->full = w->at == w->floor;
+        if (!w->full) *--w->at = (unsigned char)w->state;
+    }
 }
 
 static inline void rans_put_bits(RansWriter *w, uint32_t value, int bits) {
-    if (bits > 0) rans_put(w, value, 1, bits);
+    if (bits == 0) return;
+    rans_flush(w, (RANS_LOW >> bits) << 8);
+    w->state = (w->state << bits) + value;
+}
+
+static inline void rans_put_symbol(RansWriter *w, const RansTable *table, int symbol) {
+    uint32_t freq = table->freq[symbol];
+    rans_flush(w, ((RANS_LOW >> RANS_BITS) << 8) * freq);
+    uint32_t x = w->state, q = (uint32_t)((uint64_t)x * table->inverse[symbol] >> (31 + table->inverse_bits[symbol]));
+    w->state = (q << RANS_BITS) + x - q * freq + table->start[symbol];
 }
 
 // Takes a value in [-32767, 32767] that is to be read before all those written so far.
 static inline void rans_write_symbol(RansWriter *w, const RansTable *table, int shift, int value) {
+    // cppcheck-suppress shiftNegativeLHS ; arithmetic with every compiler that builds this
     int high = value >> shift, symbol = rans_symbol(table->freq, high);
     rans_put_bits(w, (uint32_t)value & ((1u << shift) - 1u), shift);
     if (symbol == RANS_ESCAPE) {
@@ -128,7 +152,7 @@ static inline void rans_write_symbol(RansWriter *w, const RansTable *table, int 
         if (length > 1) rans_put_bits(w, z & ((1u << (length - 1)) - 1u), length - 1);
         rans_put_bits(w, (uint32_t)length, 5);
     }
-    rans_put(w, table->start[symbol], table->freq[symbol], RANS_BITS);
+    rans_put_symbol(w, table, symbol);
 }
 
 // The stream lies at w->at afterwards. Its bytes, or -1.
@@ -149,6 +173,12 @@ static inline int rans_read_begin(RansReader *r, const void *bytes, int64_t n_by
 }
 
 static inline void rans_refill(RansReader *r) {
+    if (r->end - r->at >= 2) { // no branch on how many
+        int n = (r->state < RANS_LOW) + (r->state < RANS_LOW >> 8);
+        uint32_t two = (uint32_t)r->at[0] << 8 | r->at[1];
+        r->state = r->state << 8 * n | two >> (16 - 8 * n), r->at += n;
+        return;
+    }
     while (r->state < RANS_LOW) {
         if (r->at == r->end) {
             r->failed = 1, r->state = RANS_LOW;
