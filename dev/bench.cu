@@ -232,10 +232,12 @@ static int klt_bench_add(KltBench *bench, Stream *stream) {
 static int klt_bench_learn(KltBench *bench, double budget, Stream *stream) {
     double start = seconds();
     for (int d = 0; d < 2; d++) {
-        KltSettings settings = {1, d, 0, 0.45f, d ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3, 8.0 * budget, 1};
+        KltSettings settings = {1, d, 0, 0.45f, d ? KLT_FLOOR_BACKWARD : KLT_FLOOR, 1e-3, 8.0 * budget, 1, 1.0};
+        KltReport report;
+        KltSources from = {&bench->moments[d], d ? NULL : &bench->embedding, d ? NULL : &bench->moments[1],
+                           bench->embed};
         int64_t n_bytes = 0;
-        unsigned char *blob = klt_learn(&bench->moments[d], d ? NULL : &bench->embedding, bench->embed, &settings,
-                                        &bench->work, &n_bytes, stream);
+        unsigned char *blob = klt_learn(&from, &settings, &bench->work, &n_bytes, &report, stream);
         int failed = blob == NULL || klt_table_load(&bench->tables[d], blob, n_bytes, bench->C, stream);
         free(blob);
         if (failed) return -1;

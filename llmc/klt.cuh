@@ -112,6 +112,12 @@ static inline void klt_restore(float *y, const int16_t *symbols, const int16_t *
     LAUNCH(klt_restore_kernel, klt_blocks(threads), KLT_BLOCK, 0, stream, y, symbols, scales, q, n);
 }
 
+// 1 if products of n rows round what they read to bf16.
+static inline int klt_rounds(int n, const Stream *stream) {
+    (void)n, (void)stream;
+    return MATMUL_BF16;
+}
+
 #include "klt_codec.h" // klt_encode, klt_decode
 #include "klt_learn.h" // KltMoments, klt_learn
 

@@ -95,6 +95,11 @@ static inline void klt_restore(float *y, const int16_t *symbols, const int16_t *
     }
 }
 
+// 1 if products of n rows round what they read to bf16.
+static inline int klt_rounds(int n, const Stream *stream) {
+    return matmul_is_bf16(n, stream);
+}
+
 #include "klt_codec.h" // klt_encode, klt_decode
 #include "klt_learn.h" // KltMoments, klt_learn
 

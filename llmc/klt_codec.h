@@ -184,6 +184,27 @@ static inline int klt_buffers(KltBuffers *b, KltWork *work, int n, int H, int K)
     return 0;
 }
 
+// out (n, cols) = a (n, inner) times `matrix`, which is stored (inner, cols), or (cols, inner) if transposed. Its
+// values are bf16 already; where the model's products round what they read, a is rounded too.
+static inline void klt_product(float *out, const float *a, const float *matrix, int transposed, int n, int cols,
+                               int inner, Stream *stream) {
+    int64_t ld = transposed ? inner : cols;
+    if (!klt_rounds(n, stream)) {
+        matmul_product(out, cols, a, inner, 0, matrix, ld, transposed, n, cols, inner, 0, 0, stream);
+        return;
+    }
+    size_t left = (size_t)n * (size_t)inner, right = (size_t)inner * (size_t)cols;
+    uint16_t *halves = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_A], sizeof(uint16_t) * left);
+    uint16_t *other = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_B], sizeof(uint16_t) * right);
+    if (halves == NULL || other == NULL) {
+        stream->failed = 1;
+        return;
+    }
+    bf16_round(halves, a, n, inner, inner, stream);
+    bf16_round(other, matrix, transposed ? cols : inner, ld, ld, stream);
+    matmul_product(out, cols, halves, inner, 0, other, ld, transposed, n, cols, inner, 1, 0, stream);
+}
+
 // b->predicted = W e(token), where the table has a predictor; returns it, or NULL.
 static inline const float *klt_predict(const KltEnd *end, KltBuffers *b, const uint32_t *tokens, int n, int H,
                                        Stream *stream) {
@@ -192,7 +213,7 @@ static inline const float *klt_predict(const KltEnd *end, KltBuffers *b, const u
     device_copy(b->tokens, tokens, sizeof *tokens * (size_t)n, stream);
     embedding_forward((floatX *)b->predicted, b->tokens, end->embed, n, H, stream);
     klt_center(b->centered, (floatX *)b->predicted, NULL, NULL, n, H, stream);
-    matmul_product(b->predicted, H, b->centered, H, 0, table->predictor, H, 1, n, H, H, 0, 0, stream);
+    klt_product(b->predicted, b->centered, table->predictor, 1, n, H, H, stream);
     return b->predicted;
 }
 
@@ -376,7 +397,7 @@ static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const u
     if (sizes == NULL || klt_buffers(&b, (KltWork *)end->work, n, H, K)) return -1;
     const float *predicted = klt_predict(end, &b, tokens, n, H, stream);
     klt_center(b.centered, x, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, n, H, stream);
-    matmul_product(b.projected, K, b.centered, H, 0, table->basis, K, 0, n, K, H, 0, 0, stream);
+    klt_product(b.projected, b.centered, table->basis, 0, n, K, H, stream);
     klt_measure(b.sizes, b.projected, table->weight, n, K, stream);
     device_copy(sizes, b.sizes, sizeof *sizes * (size_t)n, stream);
     for (int t = 0; t < n; t++) mean += (double)sizes[t] / n;
@@ -470,7 +491,7 @@ static inline int klt_decode(const KltEnd *end, const KltMessage *message, const
     device_copy(b.scales, scales, sizeof *scales * (size_t)n, stream);
     klt_restore(b.projected, b.symbols, b.scales, q, n, stream);
     const float *predicted = klt_predict(end, &b, tokens, n, H, stream);
-    matmul_product(b.centered, H, b.projected, K, 0, table->dual, K, 1, n, H, K, 0, 0, stream);
+    klt_product(b.centered, b.projected, table->dual, 1, n, H, K, stream);
     klt_place(x, b.centered, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, n, H, stream);
     return stream_check(stream);
 }

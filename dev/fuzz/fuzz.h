@@ -60,7 +60,8 @@ static inline unsigned char *fuzz_table(int H, int stochastic, int fixed, uint64
     size_t values = (size_t)FUZZ_ROWS * (size_t)H;
     float *x = (float *)malloc(sizeof(float) * values), *e = (float *)malloc(sizeof(float) * values);
     const float *embed = fuzz_embedding(H);
-    KltSettings settings = {1, stochastic, fixed, 0.45f, 0.35, 1e-3, 3.0 * H, 5};
+    KltSettings settings = {1, stochastic, fixed, 0.45f, 0.35, 1e-3, 3.0 * H, 5, 1.0};
+    KltReport report;
     KltMoments moments, embedding;
     KltWork work = {{NULL, 0}, NULL, 0};
     Stream *stream = fuzz_stream();
@@ -73,7 +74,8 @@ static inline unsigned char *fuzz_table(int H, int stochastic, int fixed, uint64
     if (klt_moments_add(&embedding, e, NULL, NULL, FUZZ_ROWS, 1, 0, &work, stream) ||
         klt_moments_add(&moments, x, e, fuzz_tokens(), FUZZ_ROWS, 1, stochastic, &work, stream))
         abort();
-    unsigned char *blob = klt_learn(&moments, stochastic ? NULL : &embedding, embed, &settings, &work, n_bytes, stream);
+    KltSources from = {&moments, stochastic ? NULL : &embedding, stochastic ? NULL : &moments, embed};
+    unsigned char *blob = klt_learn(&from, &settings, &work, n_bytes, &report, stream);
     if (blob == NULL) abort();
     klt_moments_free(&moments);
     klt_moments_free(&embedding);
