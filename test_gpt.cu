@@ -1020,7 +1020,7 @@ static void test_model_against_pytorch(void) {
         int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         float *logits = dump_values(&f.dump, "", "logits", &n);
         stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
+        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, NULL, f.stream);
         floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
         matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
                        NULL, f.stream);
@@ -5123,7 +5123,7 @@ static void test_mesh_defaults(void) {
     write_corpus();
     check_run(0, NULL, DEEP "-p 0.95 --dry-run",
               "mesh: 1 fast replica of 4 stages, codec mask: 1 of 24 values a boundary and token (bf16)");
-    check(strstr(run_output, "anchor: rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
+    check(strstr(run_output, "anchor: filter, rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
           run_output);
     check_run(0, NULL, SMALL "-p 0.95 --dry-run", "mesh: 1 fast replica of 2 stages");
     check_run(0, NULL, SMALL "-p 0 --dry-run", "run:");
@@ -5132,7 +5132,7 @@ static void test_mesh_defaults(void) {
     check_run(0, NULL, DEEP "-p 0.9 -x 4 --anchor 0 --dry-run", "mesh: 4 fast replicas of 4 stages");
     check_run(0, NULL, "--init llama-3.2-1b -p 0.95 -x 8 -b 32 -t 2048 --micro-batch 1 --dry-run", "M95+AP");
     check(strstr(run_output, "7 fast replicas of 4 stages, codec mask: 102 of 2048 values") != NULL &&
-              strstr(run_output, "anchor: rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
+              strstr(run_output, "anchor: filter, rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
           "%s", run_output);
     check_run(1, NULL, "--init llama-3.2-1b -d @/corpus.jsonl -p 0.95 -x 8", "tokenizer");
 }
