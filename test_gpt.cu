@@ -3613,7 +3613,7 @@ static void test_anchor_bias(void) {
 
 // The bias over two passes with a momentum: D is M, the mean of G, less the same mean of what the stage's gradients
 // hold after a pass, (1-beta) Gc; the factors are those of D / (1 - beta^2), and a delivery has the bytes and the time
-// that the formulas say.
+// the formulas say. Must fail for: a mean that is not debiased, boundaries whose compressed bytes are not counted.
 static void test_anchor_bias_mean(void) {
     enum { T = 7 }; // gate_proj of layer 0
     write_corpus();
@@ -3653,6 +3653,20 @@ static void test_anchor_bias_mean(void) {
           "%lld bytes of boundaries", (long long)(anchor->boundary_bytes[0] - boundary));
     check(fabs(mesh_now(&run->trainer.mesh) - at - flops / 3e6) < 1e-6 * at, "ready after %g s, by hand %g s",
           mesh_now(&run->trainer.mesh) - at, flops / 3e6);
+    // a compressed gradient that is not finite begins the mean anew: nothing is added, nothing travels
+    for (int pass = 0; pass < 2; pass++) {
+        run->trainer.mesh.codec.scale = pass == 0 ? INFINITY : 1.0f;
+        launch_anchor(&run->trainer);
+        check(anchor_state(anchor, 1) == ANCHOR_READY && anchor->coded_passes == pass, "%lld passes in the mean: %s",
+              (long long)anchor->coded_passes, anchor->error);
+        const FactorSet *set = &anchor->bias[1 - anchor->front];
+        double size = sum_of_squares(set->memory, set->n_floats, run->trainer.stream);
+        check(pass == 0 ? size == 0.0 : size > 0.0 && isfinite(size), "pass %d: factors of size %g", pass, size);
+        memset(&run->result, 0, sizeof run->result);
+        check(take_delivery(&run->trainer, &run->result) == 0, "%s", error_message);
+        check(run->result.sent.bytes[TRAFFIC_ANCHOR] == (1 + pass) * sides + 6 * 4 * (5 * 24 + 2 * 12),
+              "pass %d: %lld bytes of factors", pass, (long long)run->result.sent.bytes[TRAFFIC_ANCHOR]);
+    }
     free(mean);
     release(expected, (int64_t)m * n, "expected");
     release(rebuilt, (int64_t)m * n, "rebuilt");
