@@ -1020,7 +1020,7 @@ static void test_model_against_pytorch(void) {
         int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         float *logits = dump_values(&f.dump, "", "logits", &n);
         stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, f.stream);
+        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, NULL, f.stream);
         floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
         matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
                        NULL, f.stream);
@@ -3107,9 +3107,9 @@ static void boundary_seen(BoundarySums *s, const Anchor *anchor, int layer, cons
     for (int b = 0; b < anchor->batch; b += anchor->micro_batch) {
         int B = anchor->batch - b < anchor->micro_batch ? anchor->batch - b : anchor->micro_batch, N = B * T;
         const uint32_t *tokens = anchor->tokens.tokens + b * T;
-        stage_forward(&low, 0, tokens, B, T, NULL, stream);
+        stage_forward(&low, 0, tokens, B, T, NULL, NULL, stream);
         memcpy(stage_input(&high, 0), low.last, sizeof(floatX) * (size_t)(N * C));
-        stage_forward(&high, 0, tokens, B, T, NULL, stream);
+        stage_forward(&high, 0, tokens, B, T, NULL, NULL, stream);
         head_loss(&high, anchor->tokens.targets + b * T, N, 1, 1e-3f, b == 0, stream);
         stage_backward(&high, 0, B, T, b == 0, NULL, stream);
         boundary_add(s, low.last, high.d.dx, embed, tokens, N, C);
@@ -3153,7 +3153,7 @@ static void test_anchor_moments(void) {
         check(anchor_state(anchor, 1) == ANCHOR_READY, "the pass failed: %s", anchor->error);
         for (int b = 0; b < learner->n_boundaries; b++) {
             const KltMoments *m = &learner->moments[2 * b], *e = &learner->embedding;
-            int layer = learner->layer[b];
+            int layer = anchor->layer[b];
             boundary_seen(&sums[b], anchor, layer, embed, pass, m, stream);
             check_sums(m[0].xx, sums[b].xx[0], C * C, "states, squares", layer, pass);
             check_sums(m[0].sum, sums[b].sum[0], C, "states, sums", layer, pass);
@@ -3273,6 +3273,10 @@ static void check_same_history(const char *a, const char *b, const char *what) {
     const json_t *cells = json_object_get(x, "cells"), *others = json_object_get(y, "cells");
     check(json_array_size(cells) >= 2 && json_equal(cells, others), "%s: run.json has other cells", what);
     check(json_equal(json_object_get(x, "averages_begun"), json_object_get(y, "averages_begun")), "%s: averages", what);
+    json_t *anchor = json_object_get(x, "anchor"), *other = json_object_get(y, "anchor");
+    if (json_is_object(anchor)) json_object_del(anchor, "seconds");
+    if (json_is_object(other)) json_object_del(other, "seconds");
+    check(json_equal(anchor, other), "%s: run.json has another anchor", what);
     json_decref(x);
     json_decref(y);
 }
@@ -3310,6 +3314,28 @@ static void test_mesh_resume(void) {
         }
     }
     check_run(1, NULL, "-o @/m0 --resume -n 20 -x 4", "the run had");
+}
+
+// The codec's bias, its factors, and what the anchor's codec remembers: resumed or not, same bits. And what cannot be
+// is refused. Must fail for: D, a set of factors, the count of passes, their bytes or a controller forgotten.
+static void test_bias_resume(void) {
+    static const char *const variants[] = {
+        "-p 0.5 -x 2 -y 3 --anchor-delay 3 --anchor-use bias --link-mbps 1",
+        "--codec topk -p 0.7 -x 3 -y 2 --anchor-delay 4 --anchor-use both --local-steps 4 --recompute",
+        "--codec klt -p 0.8 -x 2 -y 2 --anchor-delay 3 --anchor-use both"};
+    static const char *const files[] = {"model.bin", "optimizer.bin", "anchor.bin"};
+    char whole[64], parts[64];
+    write_corpus();
+    for (int i = 0; i < 3; i++) {
+        snprintf(whole, sizeof whole, "a%d", i);
+        snprintf(parts, sizeof parts, "b%d", i);
+        check_resumed(variants[i], whole, parts);
+        check_same_latest(whole, parts, files, 3, variants[i]);
+    }
+    check_run(1, NULL, "-o @/a0 --resume --anchor-use both -n 20", "--anchor-use differs");
+    check_run(1, NULL, DEEP "-n 2 -x 2 -y 2 --anchor-use bias -o @/refused", "--anchor-use has no effect");
+    check_run(1, NULL, DEEP "-n 2 -x 2 -y 2 --anchor 1 --anchor-use bias -o @/refused", "nothing is masked");
+    check_run(1, NULL, DEEP "-n 2 --codec aqsgd -x 2 -y 2 --anchor-use bias -o @/refused", "aqsgd's caches");
 }
 
 // --dp dense: two replicas with half the batch each are one with the whole batch, up to the order of sums.
@@ -3625,6 +3651,224 @@ static void test_filtered_step(void) {
     }
     mesh_run_close(raw);
     mesh_run_close(run);
+}
+
+// What the anchor calls the codec's bias, against a mesh whose second replica has the name of the anchor's messages and
+// takes the anchor's data through the real boundaries: with all ranks and no momentum D is G - Gc, and the fast
+// circuit's gradient plus it the whole one. klt's pass is the second, whose tables the first has brought. Must fail
+// for: a sign or a direction exchanged, a boundary left out, another replica's masks, recomputing from states that were
+// not sent, moments or tables of the compressed pass.
+static void test_anchor_bias(void) {
+    static const struct {
+        const char *words;
+        double tol;
+    } cases[] = {{"--wire fp32 -p 0.5", 1e-4},
+                 {"--wire fp32 --codec quant8", 1e-4},
+                 {"--wire fp32 --codec topk -p 0.7 --recompute", 1e-4},
+                 {"--wire fp32 --codec bottleneck -p 0.5", 1e-4},
+                 {"--wire fp32 --codec klt -p 0.8", 1e-4},
+                 {"-p 0.5", 1e-2}}; // what bf16 takes from factors
+    write_corpus();
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        char words[512];
+        snprintf(words, sizeof words, DEEP "-n 100 --precision fp32 -x 2 -y 3 %s --anchor-use bias --anchor-beta 0 %s",
+                 "--anchor-delay 2 --anchor-rank 0", cases[c].words);
+        MeshRun *run = mesh_run_open(words);
+        snprintf(words, sizeof words, DEEP "-n 100 --precision fp32 -x 3 -y 3 %s %s", "--dp none --anchor-use none",
+                 cases[c].words);
+        MeshRun *twin = mesh_run_open(words);
+        Anchor *anchor = &run->trainer.anchor;
+        Mesh *mesh = &twin->trainer.mesh;
+        Stream *stream = twin->trainer.stream;
+        int rounds = anchor->wire == WIRE_BF16;
+        double loss;
+        Stage whole;
+        check(meet_anchor(&run->trainer, &run->result) == 0 && meet_anchor(&twin->trainer, &twin->result) == 0, "%s",
+              error_message);
+        check(anchor_state(anchor, 1) == ANCHOR_READY && anchor_state(&twin->trainer.anchor, 1) == ANCHOR_READY,
+              "%s: %s", cases[c].words, anchor->error);
+        check(anchor->coded_passes == 1, "%lld compressed passes", (long long)anchor->coded_passes);
+        stage_table(&whole, &twin->trainer.config, 0, twin->trainer.config.n_layers);
+        stage_plan(&whole, twin->trainer.B, twin->trainer.T, 1, 0);
+        stage_alloc(&whole, stream);
+        int at = 0;
+        for (Stage *stage = mesh_model(mesh, 1); stage != NULL; stage = stage->next) {
+            for (int t = 0; t < stage->n_tensors; t++) {
+                const Tensor *tensor = &stage->tensors[t];
+                if (rounds) wire_round(WIRE_BF16, stage->params + tensor->offset, tensor->n, stream);
+                memcpy(whole.params + whole.tensors[at++].offset, stage->params + tensor->offset,
+                       sizeof(float) * (size_t)tensor->n);
+            }
+        }
+        check(stage_gradients(&whole, &anchor->tokens, twin->trainer.B, &loss, NULL, NULL, stream) == 0, "%s",
+              error_message);
+        Batch batches[2] = {anchor->tokens, anchor->tokens};
+        Pass pass = {batches, 0, 1, 0, NULL};
+        for (int s = 0; s < 3; s++) mesh_cell(mesh, 1, s)->grad_scale = 1.0f / (float)anchor->tokens.n_valid;
+        check(mesh_run(mesh, 1, 2, &pass) == 0, "%s", error_message);
+        check(take_delivery(&run->trainer, &run->result) == 0 && is_corrected(&run->trainer), "no delivery");
+        at = 0;
+        for (Stage *stage = mesh_model(mesh, 1); stage != NULL; stage = stage->next) {
+            float *coded = (float *)malloc(sizeof(float) * (size_t)stage->arena_floats);
+            memcpy(coded, stage->grads, sizeof(float) * (size_t)stage->arena_floats);
+            stage_correct(stage, anchor, stream);
+            for (int t = 0; t < stage->n_tensors; t++, at++) {
+                const Tensor *tensor = &stage->tensors[t];
+                float *added = stage->grads + tensor->offset, *before = coded + tensor->offset;
+                const float *G = whole.grads + whole.tensors[at].offset;
+                float *bias = guarded(tensor->n);
+                char what[200];
+                snprintf(what, sizeof what, "%s: %s", cases[c].words, tensor->name);
+                for (int64_t i = 0; i < tensor->n; i++) bias[i] = G[i] - before[i];
+                if (tensor->block) {
+                    check(relative_error(before, G, tensor->n) > 1e-3, "%s: the codec changes nothing", what);
+                    check_close(added, G, tensor->n, cases[c].tol, what);
+                    check_close(anchor->stage.v + anchor->stage.tensors[at].offset, bias, tensor->n, 1e-3, what);
+                    for (int64_t i = 0; i < tensor->n; i++) added[i] -= before[i];
+                    check_close(added, bias, tensor->n, 10.0 * cases[c].tol, what);
+                    const Factor *f = &anchor->bias[anchor->front].of[tensor->index];
+                    for (int64_t i = 0; i < (int64_t)f->m * f->r && rounds; i++)
+                        rounds = f->u[i] == float_of_bf16(bf16_of_float(f->u[i]));
+                } else {
+                    check(memcmp(added, before, sizeof(float) * (size_t)tensor->n) == 0, "%s is no matrix", what);
+                }
+                release(bias, tensor->n, what);
+            }
+            free(coded);
+        }
+        check(rounds == (anchor->wire == WIRE_BF16), "%s: factors that do not travel like this", cases[c].words);
+        stage_free(&whole);
+        mesh_run_close(run);
+        mesh_run_close(twin);
+    }
+}
+
+// The bias over two passes with a momentum: D is M, the mean of G, less the same mean of what the stage's gradients
+// hold after a pass, (1-beta) Gc; the factors are those of D / (1 - beta^2), and a delivery has the bytes and the time
+// the formulas say. Must fail for: a mean that is not debiased, boundaries whose compressed bytes are not counted.
+static void test_anchor_bias_mean(void) {
+    enum { T = 7 }; // gate_proj of layer 0
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP QUIET "-p 0.5 -x 2 -y 3 --anchor-delay 2 --anchor-beta 0.75 --anchor-rank 0 "
+                                            "--anchor-use both --device-tflops 1e-6");
+    Anchor *anchor = &run->trainer.anchor;
+    const Tensor *tensor = &anchor->stage.tensors[T];
+    int m = (int)tensor->shape[0], n = (int)tensor->shape[1];
+    double *mean = (double *)calloc((size_t)m * (size_t)n, sizeof(double));
+    float *expected = guarded((int64_t)m * n), *rebuilt = guarded((int64_t)m * n);
+    for (int pass = 1; pass <= 2; pass++) {
+        for (int i = 0; i < 2; i++) mesh_run_step(run);
+        anchor_state(anchor, 1);
+        for (int i = 0; i < m * n; i++) {
+            mean[i] = 0.75 * mean[i] + (double)anchor->stage.grads[tensor->offset + i];
+            expected[i] = (float)((double)anchor->stage.m[tensor->offset + i] - mean[i]);
+        }
+        check_close(anchor->stage.v + tensor->offset, expected, (int64_t)m * n, 1e-5, "mean of the differences");
+        const Factor *f = &anchor->bias[1 - anchor->front].of[T];
+        for (int i = 0; i < m * n; i++) {
+            double sum = 0.0;
+            for (int k = 0; k < f->r; k++) sum += (double)f->u[i / n * f->r + k] * f->v[i % n * f->r + k];
+            rebuilt[i] = (float)sum, expected[i] /= (float)(1.0 - pow(0.75, pass));
+        }
+        check_close(rebuilt, expected, (int64_t)m * n, 1e-4, "factors of the mean");
+    }
+    // matrices of (24, 24), (12, 24), (12, 24), (24, 24), (40, 24), (40, 24), (24, 40) at full rank, fp32, 6 layers
+    int64_t sides = 6 * 4 * (2 * 48 * 24 + 2 * 36 * 12 + 3 * 64 * 24), whole = 2 * 4 * 80 * 24;
+    memset(&run->result, 0, sizeof run->result);
+    int64_t boundary = anchor->boundary_bytes[0];
+    double at = anchor->launched_at = mesh_now(&run->trainer.mesh), flops = 6.0 * stage_flops(&anchor->stage, 80, 16);
+    check(take_delivery(&run->trainer, &run->result) == 0, "%s", error_message);
+    check(run->result.sent.bytes[TRAFFIC_ANCHOR] == 2 * sides + 6 * 4 * (5 * 24 + 2 * 12), "%lld bytes of factors",
+          (long long)run->result.sent.bytes[TRAFFIC_ANCHOR]);
+    check(anchor->boundary_bytes[0] - boundary == whole + whole / 2 &&
+              anchor->boundary_bytes[1] == anchor->boundary_bytes[0],
+          "%lld bytes of boundaries", (long long)(anchor->boundary_bytes[0] - boundary));
+    check(fabs(mesh_now(&run->trainer.mesh) - at - flops / 3e6) < 1e-6 * at, "ready after %g s, by hand %g s",
+          mesh_now(&run->trainer.mesh) - at, flops / 3e6);
+    // a compressed gradient that is not finite begins the mean anew: nothing is added, nothing travels
+    for (int pass = 0; pass < 2; pass++) {
+        run->trainer.mesh.codec.scale = pass == 0 ? INFINITY : 1.0f;
+        launch_anchor(&run->trainer);
+        check(anchor_state(anchor, 1) == ANCHOR_READY && anchor->coded_passes == pass, "%lld passes in the mean: %s",
+              (long long)anchor->coded_passes, anchor->error);
+        const FactorSet *set = &anchor->bias[1 - anchor->front];
+        double size = sum_of_squares(set->memory, set->n_floats, run->trainer.stream);
+        check(pass == 0 ? size == 0.0 : size > 0.0 && isfinite(size), "pass %d: factors of size %g", pass, size);
+        memset(&run->result, 0, sizeof run->result);
+        check(take_delivery(&run->trainer, &run->result) == 0, "%s", error_message);
+        check(run->result.sent.bytes[TRAFFIC_ANCHOR] == (1 + pass) * sides + 6 * 4 * (5 * 24 + 2 * 12),
+              "pass %d: %lld bytes of factors", pass, (long long)run->result.sent.bytes[TRAFFIC_ANCHOR]);
+    }
+    free(mean);
+    release(expected, (int64_t)m * n, "expected");
+    release(rebuilt, (int64_t)m * n, "rebuilt");
+    mesh_run_close(run);
+}
+
+// A whole step of the program: before the first delivery all runs are equal; with it the bias is in the gradients of
+// the block matrices, in the norm told, and what the filter sees. Must fail for: a filter before the bias.
+static void test_corrected_step(void) {
+#define CORRECTED                                                                                                      \
+    DEEP "-n 100 --precision fp32 -p 0.5 -x 2 -y 2 --anchor-delay 3 --anchor-rank 6 --probe 3 --alpha 0.4 "
+    static const char *const words[3] = {CORRECTED "--anchor-use none", CORRECTED "--anchor-use bias",
+                                         CORRECTED "--anchor-use both"};
+    MeshRun *runs[3];
+    double square = 0.0;
+    write_corpus();
+    for (int i = 0; i < 3; i++) {
+        runs[i] = mesh_run_open(words[i]);
+        for (int step = 0; step < 3; step++) mesh_run_step(runs[i]);
+        check(runs[i]->result.probe[1] == runs[i]->result.probe[2] || isnan(runs[i]->result.probe[1]), "too early");
+        for (int s = 0; s < 2; s++) {
+            const Stage *stage = &mesh_cell(&runs[i]->trainer.mesh, 0, s)->stage,
+                        *first = &mesh_cell(&runs[0]->trainer.mesh, 0, s)->stage;
+            check(memcmp(stage->params, first->params, sizeof(float) * (size_t)stage->arena_floats) == 0,
+                  "the runs differ before a delivery");
+        }
+    }
+    for (int i = 0; i < 3; i++) {
+        mesh_run_step(runs[i]);
+        check(runs[i]->result.delivered, "no delivery");
+    }
+    const Anchor *anchor = &runs[1]->trainer.anchor, *both = &runs[2]->trainer.anchor;
+    int64_t values = 6 * 6 * (2 * 48 + 2 * 36 + 3 * 64), snapshot = runs[0]->trainer.n_params;
+    check(runs[1]->result.sent.bytes[TRAFFIC_ANCHOR] == 2 * (values + snapshot) &&
+              runs[2]->result.sent.bytes[TRAFFIC_ANCHOR] == 2 * (2 * values + snapshot) + 4 * 6 * 7 * 6 &&
+              anchor->factor_bytes == 2 * values,
+          "%lld and %lld bytes from the anchor", (long long)runs[1]->result.sent.bytes[TRAFFIC_ANCHOR],
+          (long long)runs[2]->result.sent.bytes[TRAFFIC_ANCHOR]);
+    for (int s = 0; s < 2; s++) {
+        const Stage *raw = &mesh_cell(&runs[0]->trainer.mesh, 0, s)->stage,
+                    *stage = &mesh_cell(&runs[1]->trainer.mesh, 0, s)->stage,
+                    *filtered = &mesh_cell(&runs[2]->trainer.mesh, 0, s)->stage;
+        for (int t = 0; t < stage->n_tensors; t++) {
+            const Tensor *tensor = &stage->tensors[t];
+            const Factor *f = &anchor->bias[anchor->front].of[tensor->index];
+            const Factor *g = &both->sets[both->front].of[tensor->index];
+            const float *from = raw->grads + tensor->offset;
+            float *expected = guarded(tensor->n);
+            int n = tensor->n_dims == 2 ? (int)tensor->shape[1] : 1, r = tensor->block ? f->r : 0;
+            for (int64_t i = 0; i < tensor->n; i++) {
+                double sum = (double)from[i];
+                for (int k = 0; k < r; k++) sum += (double)f->u[i / n * r + k] * f->v[i % n * r + k];
+                expected[i] = (float)sum;
+            }
+            check(r == 0 || relative_error(from, expected, tensor->n) > 0.05, "%s has no bias", tensor->name);
+            check_close(stage->grads + tensor->offset, expected, tensor->n, 1e-5, tensor->name);
+            square += sum_of_squares(expected, tensor->n, runs[0]->trainer.stream);
+            if (tensor->block)
+                spectral_filter(expected, g->u, g->d, g->v, g->m, g->n, g->r, 0.4f, runs[0]->trainer.stream);
+            check_close(filtered->grads + tensor->offset, expected, tensor->n, 1e-4, tensor->name);
+            release(expected, tensor->n, tensor->name);
+        }
+    }
+    check(fabs(runs[1]->result.grad_norm - sqrt(square)) < 1e-4 * sqrt(square), "the norm told is %g, not %g",
+          runs[1]->result.grad_norm, sqrt(square));
+    check(runs[0]->result.probe[1] == runs[1]->result.probe[1] && runs[0]->result.probe[2] == runs[0]->result.probe[1],
+          "the probe of the gradient as it came has changed");
+    check(runs[1]->result.probe[2] != runs[1]->result.probe[1] && runs[2]->result.probe[2] != runs[1]->result.probe[2],
+          "the probe knows nothing of the bias");
+    for (int i = 0; i < 3; i++) mesh_run_close(runs[i]);
 }
 
 // What bf16 takes from a replica's share of an average comes with its next one: (1 - mix) of it, as of all that is left
@@ -4362,6 +4606,7 @@ static MeshPlan published_plan(void) {
     plan.mask_rate = 0.95f, plan.anchor = 1, plan.anchor_rank = plan.config.channels / 8, plan.anchor_delay = 20;
     plan.dp = MESH_DP_DILOCO, plan.local_steps = 10, plan.wire_bytes = 2;
     plan.link_mbps = 200.0, plan.link_ms = 10.0, plan.device_tflops = 90.0;
+    plan.factor_sets = 1;
     return plan;
 }
 
@@ -4449,7 +4694,7 @@ static void test_estimate(void) {
     mesh_estimate_free(&e);
 
     // tables: of both sides of a boundary, sent as often as factors, which may be left out; memory where they lie
-    changed = plan, changed.table_bytes = 3e6, changed.unfiltered = 1;
+    changed = plan, changed.table_bytes = 3e6, changed.factor_sets = 0;
     changed.table_memory = 1e9, changed.codec_memory = 1e10, changed.learn_memory = 1e11;
     check(mesh_estimate(&e, &changed) == 0, "%s", error_message);
     check_within(e.anchor_bytes, 3e6 * 6.0 / 4.0 / (20 * tokens), 1e-12, "tables without factors");
@@ -5516,7 +5761,7 @@ static void test_mesh_defaults(void) {
     write_corpus();
     check_run(0, NULL, DEEP "-p 0.95 --dry-run",
               "mesh: 1 fast replica of 4 stages, codec mask: 1 of 24 values a boundary and token (bf16)");
-    check(strstr(run_output, "anchor: rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
+    check(strstr(run_output, "anchor: filter, rank 3, delay 20, momentum 0.9, alpha 0.3, tau 0.001\n") != NULL, "%s",
           run_output);
     check_run(0, NULL, SMALL "-p 0.95 --dry-run", "mesh: 1 fast replica of 2 stages");
     check_run(0, NULL, SMALL "-p 0 --dry-run", "run:");
@@ -5525,7 +5770,7 @@ static void test_mesh_defaults(void) {
     check_run(0, NULL, DEEP "-p 0.9 -x 4 --anchor 0 --dry-run", "mesh: 4 fast replicas of 4 stages");
     check_run(0, NULL, "--init llama-3.2-1b -p 0.95 -x 8 -b 32 -t 2048 --micro-batch 1 --dry-run", "M95+AP");
     check(strstr(run_output, "7 fast replicas of 4 stages, codec mask: 102 of 2048 values") != NULL &&
-              strstr(run_output, "anchor: rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
+              strstr(run_output, "anchor: filter, rank 256") != NULL && strstr(run_output, "     64.5x\n") != NULL,
           "%s", run_output);
     check_run(1, NULL, "--init llama-3.2-1b -d @/corpus.jsonl -p 0.95 -x 8", "tokenizer");
 }
@@ -5846,8 +6091,8 @@ static void test_device_mesh(void) {
     check_run(1, NULL, TINY_MESH "--gpus 2 -o @/two", "computes on the CPU");
 #endif
     check_run(1, NULL, TINY_MESH "--gpus some -o @/some", "a number from 1");
-    check_run(0, NULL, TINY_MESH "--codec klt -o @/klt", "done: 5 steps");
-    check_run(0, NULL, TINY_MESH "--codec klt -o @/klt_parts --stop-after 3", "stopped after step 3");
+    check_run(0, NULL, TINY_MESH "--codec klt --anchor-use both -o @/klt", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "--codec klt --anchor-use both -o @/klt_parts --stop-after 3", "stopped after step 3");
     check_run(0, NULL, "-o @/klt_parts --resume", "done: 5 steps");
     check(same_file("klt/latest/model.bin", "klt_parts/latest/model.bin"), "klt: resumed, other weights");
     check(same_file("klt/latest/anchor.bin", "klt_parts/latest/anchor.bin"), "klt: resumed, other tables");
@@ -5911,6 +6156,9 @@ static const struct {
     {"outer_steps", test_outer_steps},
     {"anchor_update", test_anchor_update},
     {"filtered_step", test_filtered_step},
+    {"anchor_bias", test_anchor_bias},
+    {"anchor_bias_mean", test_anchor_bias_mean},
+    {"corrected_step", test_corrected_step},
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
 #endif
@@ -5943,6 +6191,7 @@ static const struct {
     {"klt_mesh", test_klt_mesh},
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
+    {"bias_resume", test_bias_resume},
     {"dense", test_dense},
     {"probe", test_probe},
     {"partition", test_partition},

@@ -113,6 +113,7 @@ typedef struct {
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 static const char codec_names[] = CODEC_NAMES;
+static const char anchor_uses[] = "filter|bias|both|none"; // AnchorUse in words
 
 #define FIELD(name) OPTION_FIELD(Options, name)
 // clang-format off
@@ -166,7 +167,7 @@ static const Option option_table[] = {
 { "",   "anchor-beta",   OPTION_FLOAT,  FIELD(anchor_beta),  "0.9",  0,     0.9999, NULL, "momentum of the anchor's gradients" },
 { "",   "anchor-debias", OPTION_FLAG,   FIELD(anchor_debias), "0",   0,     1,      NULL, "divide the momentum by 1 - beta^passes" },
 { "",   "anchor-threads", OPTION_INT,   FIELD(anchor_threads), "0",  0,     1024,   NULL, "of the anchor; 0 = half of --threads" },
-{ "",   "anchor-use",    OPTION_CHOICE, FIELD(anchor_use),   "filter", 0,   0,      "filter|none", "what the anchor's gradients are for; tables of klt come in any case" },
+{ "",   "anchor-use",    OPTION_CHOICE, FIELD(anchor_use),   "filter", 0,   0,      anchor_uses, "the anchor's factors: of its gradients, as a filter; of the codec's bias, which is added back; tables of klt come in any case" },
 { "",   "alpha",         OPTION_FLOAT,  FIELD(alpha),        "0.3",  0,     1,      NULL, "share of the gradient that passes beside the filter" },
 { "",   "tau",           OPTION_FLOAT,  FIELD(tau),          "1e-3", 0,     1e9,    NULL, "singular value at which the filter lets half pass" },
 { "",   "tau-relative",  OPTION_FLAG,   FIELD(tau_relative), "0",    0,     1,      NULL, "--tau counts in the largest singular value" },
@@ -196,6 +197,8 @@ static const Option option_table[] = {
 };
 // clang-format on
 enum { OPTION_COUNT = sizeof option_table / sizeof *option_table };
+
+typedef enum { ANCHOR_USE_FILTER, ANCHOR_USE_BIAS, ANCHOR_USE_BOTH, ANCHOR_USE_NONE } AnchorUse;
 
 enum { PRECISION_OPTION_AUTO, PRECISION_OPTION_BF16, PRECISION_OPTION_FP32 };
 
@@ -851,11 +854,18 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     rmsnorm_backward(d->dx, g->attn_norm, d->dnorm, acts->x, w->attn_norm, acts->rstd1, N, C, stream);
 }
 
+// Told while a pass over a micro-batch goes on; either may be NULL.
+typedef struct {
+    void (*done)(void *context, int first, int last); // backward: the gradients of tensors first .. last-1 are complete
+    void (*enter)(void *context, int layer); // forward: the input of the stage's layer, not its first, is there
+    void *context;
+} PassHook;
+
 // The layers of a stage on one micro-batch, kept in `slot` for the backward. The first stage embeds tokens (B, T);
 // others take the boundary tensor that lies in stage_input(). What leaves is stage->last (B*T, C), and in the last
-// stage also stage->normed, the final norm's output.
+// stage also stage->normed, the final norm's output. hook: may be NULL.
 static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B, int T, KvCache *cache,
-                          Stream *stream) {
+                          const PassHook *hook, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
@@ -865,9 +875,11 @@ static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B,
         device_upload(kept, tokens, sizeof *tokens * (size_t)N, stream);
         embedding_forward(acts[0].x, kept, stage->p.embed, N, C, stream);
     }
-    for (int l = 0; l < L; l++)
+    for (int l = 0; l < L; l++) {
+        if (hook != NULL && hook->enter != NULL && l > 0) hook->enter(hook->context, l);
         layer_forward(stage, &acts[l], &stage->p.layers[l], l + 1 < L ? acts[l + 1].x : stage->last,
                       stage->first_layer + l, B, T, cache, stream);
+    }
     if (stage->has_head)
         rmsnorm_forward(stage->normed, stage->rstd, stage->last, stage->p.norm, N, C, config->norm_eps, stream);
 }
@@ -887,7 +899,7 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, 
     int N = B * T, C = model->config.channels, boundary = 0;
     Stage *stage = model;
     for (;; stage = stage->next, boundary++) {
-        stage_forward(stage, 0, tokens, B, T, cache, stream);
+        stage_forward(stage, 0, tokens, B, T, cache, NULL, stream);
         if (stage->next == NULL) break;
         floatX *to = stage_input(stage->next, 0);
         if (pass == NULL)
@@ -927,19 +939,13 @@ static double stage_take_loss(Stage *stage, Stream *stream) {
     return sum;
 }
 
-// Told while a backward goes on: the gradients of tensors first .. last-1 of the stage's table are complete.
-typedef struct {
-    void (*done)(void *context, int first, int last);
-    void *context;
-} GradHook;
-
-static void grads_done(const GradHook *hook, int first, int last) {
-    if (hook != NULL && last > first) hook->done(hook->context, first, last);
+static void grads_done(const PassHook *hook, int first, int last) {
+    if (hook != NULL && hook->done != NULL && last > first) hook->done(hook->context, first, last);
 }
 
 // Gradients of the micro-batch in `slot`, after stage_forward and, in the last stage, head_loss. Other stages take the
 // gradient of what they sent from stage->d.dx, where the gradient of what they received is afterwards.
-static void stage_backward(Stage *stage, int slot, int B, int T, int first, const GradHook *hook, Stream *stream) {
+static void stage_backward(Stage *stage, int slot, int B, int T, int first, const PassHook *hook, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
@@ -1009,16 +1015,16 @@ static double seconds(void) {
 }
 
 // Gradients of a whole step of a model of one stage into stage->grads, micro-batch by micro-batch; *loss = mean over
-// the step's targets in nats. hook: told during every micro-batch's backward; may be NULL.
+// the step's targets in nats. hook: told during every micro-batch; may be NULL.
 static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, double *loss, StepTimes *times,
-                           const GradHook *hook, Stream *stream) {
+                           const PassHook *hook, Stream *stream) {
     float scale = batch->n_valid > 0 ? 1.0f / (float)batch->n_valid : 0.0f;
     stage_begin(stage, stream);
     for (int b = 0; b < batch->b; b += micro_batch) {
         int B = batch->b - b < micro_batch ? batch->b - b : micro_batch, N = B * batch->T;
         size_t at = (size_t)b * (size_t)batch->T;
         double start = seconds();
-        stage_forward(stage, 0, batch->tokens + at, B, batch->T, NULL, stream);
+        stage_forward(stage, 0, batch->tokens + at, B, batch->T, NULL, hook, stream);
         double middle = seconds();
         head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
@@ -1534,7 +1540,7 @@ static int cell_runnable(const Mesh *mesh, const Cell *cell) {
     return cell->stage.has_head || link_waiting(link_behind(mesh, mesh->backward, cell)) > 0;
 }
 
-// GradHook of a cell's last backward: its GPUs sum the gradients of tensors first .. last-1 while it goes on. The other
+// PassHook of a cell's last backward: its GPUs sum the gradients of tensors first .. last-1 while it goes on. The other
 // GPUs' streams hold the end of their last backward by then.
 typedef struct {
     Mesh *mesh;
@@ -1570,7 +1576,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Link *to = NULL;
     int64_t n_bytes = 0;
     CellSum sum = {mesh, cell, 0};
-    GradHook hook = {cell_sum_grads, &sum};
+    PassHook hook = {cell_sum_grads, NULL, &sum};
     int is_last = mesh->n_gpus > 1 && m == cell->n_work / 2 - 1;
     double start = seconds(), head_seconds = 0.0;
     stream_use(stream);
@@ -1578,7 +1584,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         if (!stage->has_embed && cell_receive(mesh, cell, link_before(mesh, mesh->forward, cell), &before,
                                               stage_input(stage, slot), N, pass->counted, gpu))
             return -1;
-        stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, stream);
+        stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, NULL, stream);
         if (stage->has_head) {
             double middle = seconds();
             head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, is_first, stream);
@@ -1659,6 +1665,16 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     return 0;
 }
 
+// to (N, C) = what comes of `from` on the way between two ends, which may be the same memory. Bytes of the message, or
+// -1.
+static int64_t codec_pass(const Codec *codec, CodecEnd *sender, CodecEnd *receiver, const CodecContext *context,
+                          floatX *to, const floatX *from, int N, int C, unsigned char *message, int64_t message_bytes,
+                          Stream *stream) {
+    int64_t n_bytes = codec_encode(codec, sender, context, from, N, C, message, message_bytes, stream);
+    if (n_bytes < 0 || codec_decode(codec, receiver, context, message, n_bytes, to, N, C, stream)) return -1;
+    return n_bytes;
+}
+
 // BoundaryPass of an evaluation that compresses as a training step would. context: a MaskedEvaluation.
 typedef struct {
     Mesh *mesh;
@@ -1671,11 +1687,10 @@ static int pass_masked(void *context, int boundary, const uint32_t *tokens, floa
     Mesh *mesh = masked->mesh;
     CodecContext where = codec_context(boundary, 0, masked->micro_batch++ & 0xFFF, 0, 1);
     where.tokens = tokens;
-    int64_t n_bytes = codec_encode(&mesh->codec, mesh_end_on(mesh, 0, boundary, 0, 0), &where, from, N, C,
-                                   mesh->message, mesh->message_bytes, stream);
-    return n_bytes < 0 ? -1
-                       : codec_decode(&mesh->codec, mesh_end_on(mesh, 0, boundary, 1, 0), &where, mesh->message,
-                                      n_bytes, to, N, C, stream);
+    return codec_pass(&mesh->codec, mesh_end_on(mesh, 0, boundary, 0, 0), mesh_end_on(mesh, 0, boundary, 1, 0), &where,
+                      to, from, N, C, mesh->message, mesh->message_bytes, stream) < 0
+               ? -1
+               : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1951,7 +1966,9 @@ static int mesh_outer_finish(Mesh *mesh, Outer *outer) {
 // Anchor: the unmasked circuit. A thread takes a snapshot of the fast circuit's parameters, computes their unmasked
 // gradient on data of its own, adds it to a momentum and decomposes that: M = U S V^T of each block matrix. The fast
 // circuit filters its gradients with the last factors delivered and never waits for the next, unless it is told after
-// how many steps they come.
+// how many steps they come. With --anchor-use bias the thread also computes, on the same data, the gradient Gc that the
+// boundaries' codec would have given: the mean of G - Gc is the codec's bias, whose factors the fast circuit adds to
+// its gradients, before the filter if there is one.
 //
 //   idle --launch (fast circuit)--> working --(thread)--> ready | failed --deliver (fast circuit)--> idle
 //   any --anchor_stop--> leaving
@@ -1972,26 +1989,25 @@ typedef struct {
 typedef struct {
     float *memory;
     int64_t n_floats;
-    Factor *of; // by Tensor.index; r = 0 for what is not filtered
+    Factor *of; // by Tensor.index; r = 0 for what is no block matrix
 } FactorSet;
 
-// What the anchor learns of the boundaries of its pass for the transform codec (llmc/klt_learn.h). Boundary b lies
-// before layer[b]; of each there are two directions.
+// What the anchor learns of the boundaries of its pass for the transform codec (llmc/klt_learn.h); of each there are
+// two directions.
 #define LEARNER_DECAY 0.5f // of moments, a pass: states drift, and a pass has many more rows than a row has values
 enum { LEARNER_ROWS = 1024 /* of a sample */ };
 
 typedef struct {
     // fixed at start
     int n_boundaries, predicts, fixed, C, V;
-    int layer[CONFIG_MAX_LAYERS];
     double budget[2], metric; // bytes of a token by direction; gamma (klt_learn.h)
     const float *embed;       // (V, C) the embedding the run has begun with, as the first GPU has it
+    const KltTable *tables;   // (n_boundaries, 2) in use there
     // the anchor thread's
     KltMoments *moments;  // (n_boundaries, 2)
     KltMoments embedding; // of embed's rows
     KltWork work;
     float *e;              // (micro-batch * T, C)
-    int64_t row;           // of the batch, at which the micro-batch at work begins
     int stride, failed;    // stride: every so many rows there is one of the sample
     unsigned char **blobs; // (n_boundaries, 2) tables of the last pass; NULL: none
     int64_t *blob_bytes;
@@ -2001,30 +2017,48 @@ typedef struct {
     int embed_counted;
 } Learner;
 
+// The boundaries' codec in the anchor's pass that measures its bias: ends, message and work of its own.
+typedef struct {
+    // fixed at start
+    const Codec *codec;
+    int replica;    // names the messages: no fast one has this number
+    CodecEnd *ends; // (n_boundaries, 2): before the boundary, behind it
+    unsigned char *message;
+    int64_t message_bytes;
+    KltWork work;
+    // of the pass
+    int failed;
+    int64_t sent[2]; // bytes by direction; 0: the pass had no compressed part
+} CodedPass;
+
 typedef struct {
     // fixed at start
     const Dataset *data;
     int batch, micro_batch, T, rank, debias, threads;
-    int filters, learns; // gives factors, gives tables
+    int filters, corrects, learns; // gives factors of gradients, of the codec's bias, gives tables
+    int n_boundaries;
+    int layer[CONFIG_MAX_LAYERS]; // boundary b lies before this layer
     Precision precision;
     uint64_t seed;
     float beta, tau;
     int tau_relative, unrounded;
     Wire wire;
     // the thread's own while it works
-    Stage stage; // the whole model: snapshot, gradient, and the momentum as its first moment
+    Stage stage; // the whole model: snapshot, gradient, and as its moments the momentum and the codec's bias
     Stream *stream;
     Batch tokens;
-    int64_t samples, passes; // sequences taken, gradients in the momentum
-    int useless;             // the last gradient was not finite: momentum and factors stay
-    double loss, seconds;    // of the last pass
-    FactorSet sets[2];
+    int64_t row;                           // of the batch, at which the micro-batch at work begins
+    int64_t samples, passes, coded_passes; // sequences taken, gradients in the momentum, differences in the bias
+    int useless;                           // the last gradient was not finite: momentum and factors stay
+    double loss, seconds;                  // of the last pass
+    FactorSet sets[2], bias[2];            // of the momentum; of the bias, where u is U diag(s)
     Learner learner;
+    CodedPass coded;
     // the fast circuit's
     int front, deliveries;
     int64_t launched, delivered; // fast step of the snapshot at work, and of the factors in front; -1: none
     double delivered_loss, delivered_seconds; // of the pass that gave the factors in front
-    int64_t factor_bytes, boundary_bytes;     // sent to the replicas, and between the anchor's own stages
+    int64_t factor_bytes, boundary_bytes[2];  // sent to the replicas; between the anchor's own stages, by direction
     double launched_at;                       // simulated time at which the snapshot was there
     // between the two, under the mutex
     pthread_t thread;
@@ -2071,24 +2105,61 @@ static int factor_set_alloc(FactorSet *set, const Stage *stage, int rank) {
     return 0;
 }
 
-// Decomposes the momentum into the set the fast circuit does not read, warm from the one in front.
-static int anchor_factors(Anchor *anchor) {
-    FactorSet *from = &anchor->sets[anchor->front], *to = &anchor->sets[1 - anchor->front];
-    float debias = anchor->debias ? 1.0f / (1.0f - powf(anchor->beta, (float)anchor->passes)) : 1.0f;
+// Decomposes the block matrices of an arena into the set the fast circuit does not read, warm from the one in front.
+// All of it but the singular values is rounded as it travels.
+static int anchor_decompose(Anchor *anchor, FactorSet sets[2], const float *arena, int warm) {
+    FactorSet *from = &sets[anchor->front], *to = &sets[1 - anchor->front];
     for (int i = 0; i < anchor->stage.n_tensors; i++) {
         const Tensor *tensor = &anchor->stage.tensors[i];
         if (!tensor->block) continue;
         const Factor *old = &from->of[tensor->index];
         Factor *factor = &to->of[tensor->index];
-        int warm = anchor->deliveries > 0;
         if (warm) device_copy(factor->v, old->v, sizeof(float) * (size_t)factor->n * (size_t)factor->r, anchor->stream);
-        if (svd_truncated(factor->u, factor->s, factor->v, anchor->stage.m + tensor->offset, factor->m, factor->n,
-                          factor->r, warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
+        if (svd_truncated(factor->u, factor->s, factor->v, arena + tensor->offset, factor->m, factor->n, factor->r,
+                          warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
             return -1;
-        vector_scale(factor->s, factor->r, debias, anchor->stream);
-        wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r, anchor->stream); // as they travel
+        wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r, anchor->stream);
         wire_round(anchor->wire, factor->v, (int64_t)factor->n * factor->r, anchor->stream);
+    }
+    return 0;
+}
+
+// 1 / (1 - beta^n): the mean of n values, of what a running mean that began at 0 has become.
+static float anchor_debiased(const Anchor *anchor, int64_t n) {
+    return 1.0f / (1.0f - powf(anchor->beta, (float)n));
+}
+
+// The factors of the momentum and the filter's response.
+static int anchor_factors(Anchor *anchor) {
+    float debias = anchor->debias ? anchor_debiased(anchor, anchor->passes) : 1.0f;
+    if (anchor_decompose(anchor, anchor->sets, anchor->stage.m, anchor->deliveries > 0)) return -1;
+    for (int i = 0; i < anchor->stage.n_tensors; i++) {
+        const Tensor *tensor = &anchor->stage.tensors[i];
+        const Factor *factor = &anchor->sets[1 - anchor->front].of[tensor->index];
+        if (!tensor->block) continue;
+        vector_scale(factor->s, factor->r, debias, anchor->stream);
         spectral_response(factor->d, factor->s, factor->r, anchor->tau, anchor->tau_relative, anchor->stream);
+    }
+    return 0;
+}
+
+// The factors of the codec's bias D: V as it travels, and D V, which is U diag(s), in place of U. No bias: all zero.
+static int anchor_bias_factors(Anchor *anchor) {
+    FactorSet *to = &anchor->bias[1 - anchor->front];
+    if (anchor->coded_passes == 0) {
+        device_zero(to->memory, sizeof(float) * (size_t)to->n_floats, anchor->stream);
+        return 0;
+    }
+    if (anchor_decompose(anchor, anchor->bias, anchor->stage.v, anchor->coded_passes > 1)) return -1;
+    for (int i = 0; i < anchor->stage.n_tensors; i++) {
+        const Tensor *tensor = &anchor->stage.tensors[i];
+        const Factor *f = &to->of[tensor->index];
+        int64_t n = (int64_t)f->m * f->r;
+        if (!tensor->block) continue;
+        matmul_product(f->u, f->r, anchor->stage.v + tensor->offset, f->n, 0, f->v, f->r, 0, f->m, f->r, f->n, 0, 0,
+                       anchor->stream);
+        vector_scale(f->u, n, anchor_debiased(anchor, anchor->coded_passes), anchor->stream);
+        wire_round(anchor->wire, f->u, n, anchor->stream);
     }
     return 0;
 }
@@ -2131,7 +2202,7 @@ static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
 }
 
 static void learner_begin(Learner *learner, Stream *stream) {
-    learner->row = 0, learner->failed = 0;
+    learner->failed = 0;
     for (int i = 0; i < 2 * learner->n_boundaries; i++) klt_moments_begin(&learner->moments[i], LEARNER_DECAY, stream);
     if (learner->predicts) klt_moments_begin(&learner->embedding, LEARNER_DECAY, stream);
 }
@@ -2143,30 +2214,72 @@ static int learner_embed(Learner *learner, const uint32_t *tokens, floatX *as_st
     return klt_moments_add(&learner->embedding, as_stored, NULL, NULL, N, 1, 0, &learner->work, stream);
 }
 
-// GradHook of the anchor's backward, told after each layer: at a boundary the layer's input is the state that travels
+// Rows of the micro-batch at work.
+static int anchor_rows(const Anchor *anchor) {
+    int64_t left = (int64_t)anchor->batch * anchor->T - anchor->row, most = (int64_t)anchor->micro_batch * anchor->T;
+    return (int)(left < most ? left : most);
+}
+
+// The boundary before a layer, or -1.
+static int anchor_boundary(const Anchor *anchor, int layer) {
+    int b = anchor->n_boundaries - 1;
+    while (b >= 0 && anchor->layer[b] != layer) b--;
+    return b;
+}
+
+// PassHook of the anchor's backward, told after each layer: at a boundary the layer's input is the state that travels
 // there, and d.dx its gradient. The embedding's turn ends the micro-batch.
 static void anchor_see(void *context, int first, int last) {
     Anchor *anchor = (Anchor *)context;
     Learner *learner = &anchor->learner;
     const Stage *stage = &anchor->stage;
-    const uint32_t *tokens = anchor->tokens.tokens + learner->row;
-    int64_t left = (int64_t)anchor->batch * anchor->T - learner->row, most = (int64_t)anchor->micro_batch * anchor->T;
-    int N = (int)(left < most ? left : most), layer = (first - 1) / TENSORS_PER_LAYER, b = learner->n_boundaries - 1;
+    const uint32_t *tokens = anchor->tokens.tokens + anchor->row;
+    int N = anchor_rows(anchor), layer = (first - 1) / TENSORS_PER_LAYER, b = anchor_boundary(anchor, layer);
     (void)last;
     if (first == 0) {
-        learner->row += N;
+        anchor->row += N;
         return;
     }
     if (learner->predicts && layer == stage->n_layers - 1 && // dnorm is free between layers
         learner_embed(learner, stage->tokens, stage->d.dnorm, N, anchor->stream))
         learner->failed = 1;
-    while (b >= 0 && learner->layer[b] != layer) b--;
     if (b < 0 || learner->failed) return;
     KltMoments *moments = &learner->moments[2 * b];
     learner->failed |= klt_moments_add(&moments[CODEC_FORWARD], stage->acts[layer].x, learner->e, tokens, N,
                                        learner->stride, 0, &learner->work, anchor->stream);
     learner->failed |= klt_moments_add(&moments[CODEC_BACKWARD], stage->d.dx, NULL, NULL, N, learner->stride, 1,
                                        &learner->work, anchor->stream);
+}
+
+// x (rows of the micro-batch, C), if there is a boundary before the layer = what the codec makes of it there.
+static void anchor_code(Anchor *anchor, int layer, CodecDirection direction, floatX *x) {
+    CodedPass *coded = &anchor->coded;
+    int b = anchor_boundary(anchor, layer), backward = direction == CODEC_BACKWARD;
+    int64_t micro = anchor->row / ((int64_t)anchor->micro_batch * anchor->T);
+    if (b < 0 || coded->failed) return;
+    CodecContext where = codec_context(b, coded->replica, (int)(micro & 0xFFF), anchor->launched, 1);
+    where.direction = direction, where.training = 1, where.T = anchor->T;
+    where.tokens = anchor->tokens.tokens + anchor->row;
+    CodecEnd *ends = &coded->ends[2 * b];
+    int64_t n_bytes = codec_pass(coded->codec, &ends[backward], &ends[!backward], &where, x, x, anchor_rows(anchor),
+                                 anchor->stage.config.channels, coded->message, coded->message_bytes, anchor->stream);
+    coded->failed = n_bytes < 0;
+    if (!coded->failed) coded->sent[direction] += n_bytes;
+}
+
+// PassHook of the compressed pass: the states that travel in its forward, their gradients in its backward.
+static void anchor_code_state(void *context, int layer) {
+    Anchor *anchor = (Anchor *)context;
+    anchor_code(anchor, layer, CODEC_FORWARD, anchor->stage.acts[layer].x);
+}
+
+static void anchor_code_gradient(void *context, int first, int last) {
+    Anchor *anchor = (Anchor *)context;
+    (void)last;
+    if (first == 0)
+        anchor->row += anchor_rows(anchor);
+    else
+        anchor_code(anchor, (first - 1) / TENSORS_PER_LAYER, CODEC_BACKWARD, anchor->stage.d.dx);
 }
 
 // The tables of a pass, as they travel. A boundary of which nothing was seen keeps the one it has.
@@ -2226,6 +2339,43 @@ static int64_t learner_use(Mesh *mesh, Learner *learner) {
     return n_bytes;
 }
 
+// Before a compressed pass: 1 if the codec has all it needs, the tables of klt that the fast circuit has in use.
+static int coded_begin(Anchor *anchor) {
+    CodedPass *coded = &anchor->coded;
+    const KltTable *tables = anchor->learner.tables;
+    coded->failed = 0;
+    for (int i = 0; i < 2 * anchor->n_boundaries && anchor->learns; i++) {
+        if (tables[i].blob == NULL) return 0;
+        for (int behind = 0; behind < 2; behind++) {
+            KltEnd *end = &coded->ends[2 * (i / 2) + behind].klt[i % 2];
+            end->table = &tables[i], end->work = &coded->work, end->embed = anchor->learner.embed;
+        }
+    }
+    return 1;
+}
+
+// The bias of the boundaries' codec, D <- beta D + (1-beta) (G - Gc), and its factors. stage->grads holds G, and Gc
+// afterwards: its share of D is taken off once it is there. Should it not be finite, the mean begins anew.
+static int anchor_bias(Anchor *anchor) {
+    Stage *stage = &anchor->stage;
+    double loss;
+    PassHook hook = {anchor_code_gradient, anchor_code_state, anchor};
+    if (!coded_begin(anchor)) return anchor_bias_factors(anchor);
+    vector_momentum(stage->v, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
+    anchor->row = 0;
+    if (stage_gradients(stage, &anchor->tokens, anchor->micro_batch, &loss, NULL, &hook, anchor->stream)) return -1;
+    if (anchor->coded.failed) return -1;
+    if (isfinite(stage_grad_norm(stage, anchor->stream))) {
+        vector_scale(stage->grads, stage->arena_floats, 1.0f - anchor->beta, anchor->stream);
+        vector_subtract(stage->v, stage->grads, stage->arena_floats, anchor->stream);
+        anchor->coded_passes++;
+    } else {
+        device_zero(stage->v, sizeof(float) * (size_t)stage->arena_floats, anchor->stream);
+        anchor->coded_passes = 0;
+    }
+    return anchor_bias_factors(anchor);
+}
+
 // One pass over the snapshot: gradient, momentum M <- beta M + (1-beta) G, factors.
 static int anchor_pass(Anchor *anchor) {
     Stage *stage = &anchor->stage;
@@ -2239,7 +2389,8 @@ static int anchor_pass(Anchor *anchor) {
             split_read(&anchor->data->train, window, tokens->T, tokens->tokens + at, tokens->targets + at);
     }
     anchor->samples += tokens->b;
-    GradHook hook = {anchor_see, anchor};
+    anchor->row = 0, anchor->coded.sent[0] = anchor->coded.sent[1] = 0;
+    PassHook hook = {anchor_see, NULL, anchor};
     if (anchor->learns) learner_begin(&anchor->learner, anchor->stream);
     if (stage_gradients(stage, tokens, anchor->micro_batch, &anchor->loss, NULL, anchor->learns ? &hook : NULL,
                         anchor->stream))
@@ -2250,6 +2401,7 @@ static int anchor_pass(Anchor *anchor) {
         if (anchor->learns && learner_tables(&anchor->learner, anchor->passes, anchor->seed, anchor->stream)) return -1;
         vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
         if (anchor->filters && anchor_factors(anchor)) return -1;
+        if (anchor->corrects && anchor_bias(anchor)) return -1;
     }
     stream_wait(anchor->stream);
     anchor->seconds = seconds() - start;
@@ -2319,6 +2471,32 @@ static int anchor_deliver(Anchor *anchor) {
     return 0;
 }
 
+// What an end of the anchor's compressed pass is made for.
+static CodecShape coded_shape(int micro_batch, int T, int C) {
+    CodecShape shape = {C, micro_batch * T, T, 1, 0};
+    return shape;
+}
+
+// Ends, each of which has one micro-batch in flight, and the message.
+static int coded_alloc(Anchor *anchor) {
+    CodedPass *coded = &anchor->coded;
+    CodecShape shape = coded_shape(anchor->micro_batch, anchor->T, anchor->stage.config.channels);
+    coded->ends = (CodecEnd *)calloc(2 * (size_t)anchor->n_boundaries, sizeof(CodecEnd));
+    coded->message_bytes = codec_cap(coded->codec, shape.n, shape.H);
+    coded->message = (unsigned char *)device_host_alloc((size_t)coded->message_bytes);
+    if (coded->ends == NULL || coded->message == NULL) return error_set("out of memory for the anchor's codec");
+    for (int i = 0; i < 2 * anchor->n_boundaries; i++)
+        if (codec_end_init(&coded->ends[i], coded->codec, shape)) return -1;
+    return 0;
+}
+
+static void coded_free(CodedPass *coded, int n_boundaries) {
+    for (int i = 0; i < 2 * n_boundaries && coded->ends != NULL; i++) codec_end_free(&coded->ends[i]);
+    free(coded->ends);
+    device_host_free(coded->message);
+    klt_work_free(&coded->work);
+}
+
 // Memory and thread. The fields fixed at start are set by the caller.
 static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     int threads = omp_get_max_threads(), result;
@@ -2329,12 +2507,15 @@ static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     omp_set_num_threads(threads); // of the calling thread: its products are planned for all of them
     if (result != 0) return -1;
     if (stage_table(&anchor->stage, config, 0, config->n_layers)) return -1;
-    anchor->stage.n_moments = 1, anchor->stage.unrounded = anchor->unrounded;
+    anchor->stage.n_moments = 1 + anchor->corrects, anchor->stage.unrounded = anchor->unrounded;
     if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
     if (stage_alloc(&anchor->stage, anchor->stream) || batch_alloc(&anchor->tokens, anchor->batch, anchor->T))
         return -1;
-    for (int i = 0; i < 2; i++)
-        if (factor_set_alloc(&anchor->sets[i], &anchor->stage, anchor->rank)) return -1;
+    for (int i = 0; i < 2; i++) {
+        if (anchor->filters && factor_set_alloc(&anchor->sets[i], &anchor->stage, anchor->rank)) return -1;
+        if (anchor->corrects && factor_set_alloc(&anchor->bias[i], &anchor->stage, anchor->rank)) return -1;
+    }
+    if (anchor->corrects && coded_alloc(anchor)) return -1;
     if (anchor->learns &&
         learner_alloc(&anchor->learner, anchor->micro_batch * anchor->T, (int64_t)anchor->batch * anchor->T))
         return -1;
@@ -2356,8 +2537,11 @@ static void anchor_stop(Anchor *anchor) {
     }
     for (int i = 0; i < 2; i++) {
         device_free(anchor->sets[i].memory);
+        device_free(anchor->bias[i].memory);
         free(anchor->sets[i].of);
+        free(anchor->bias[i].of);
     }
+    coded_free(&anchor->coded, anchor->n_boundaries);
     learner_free(&anchor->learner);
     batch_free(&anchor->tokens);
     stage_free(&anchor->stage);
@@ -2365,14 +2549,29 @@ static void anchor_stop(Anchor *anchor) {
     memset(anchor, 0, sizeof *anchor);
 }
 
-// Bytes of one delivery's factors that concern a stage, as they travel: U and V in the wire's type, s in fp32.
+// Bytes of one delivery's factors that concern a stage, as they travel: of the filter U and V in the wire's type and s
+// in fp32, of the codec's bias U diag(s) and V in the wire's type.
 static int64_t anchor_factor_bytes(const Anchor *anchor, const Stage *stage) {
     int64_t n_bytes = 0, size = anchor->wire == WIRE_BF16 ? 2 : 4;
     for (int i = 0; i < stage->n_tensors; i++) {
-        const Factor *factor = &anchor->sets[0].of[stage->tensors[i].index];
-        if (stage->tensors[i].block) n_bytes += size * (factor->m + factor->n) * factor->r + 4 * factor->r;
+        const Tensor *tensor = &stage->tensors[i];
+        int64_t r = factor_rank(tensor, anchor->rank), sides = size * (tensor->shape[0] + tensor->shape[1]) * r;
+        if (!tensor->block) continue;
+        if (anchor->filters) n_bytes += sides + 4 * r;
+        if (anchor->coded_passes > 0) n_bytes += sides;
     }
     return n_bytes;
+}
+
+// Adds the codec's bias to the gradients of a stage's block matrices, from the factors in front.
+static void stage_correct(Stage *stage, const Anchor *anchor, Stream *stream) {
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        const Factor *f = &anchor->bias[anchor->front].of[tensor->index];
+        if (tensor->block)
+            matmul_product(stage->grads + tensor->offset, f->n, f->u, f->r, 0, f->v, f->r, 1, f->m, f->n, f->r, 0, 1,
+                           stream);
+    }
 }
 
 // Filters the gradients of a stage's block matrices with the factors in front, in place.
@@ -2616,12 +2815,12 @@ static int64_t cell_powersgd_floats(const Trainer *trainer, const Cell *cell) {
     return cell->powersgd_q == NULL ? 0 : powersgd_offset(&cell->stage, cell->stage.n_tensors, trainer->outer.rank);
 }
 
-// Declares (begun = 0) or writes what the codec's ends of a replica remember.
-static int replica_put_codec(SafeTensorsWriter *writer, int begun, const Mesh *mesh, int replica) {
+// Declares (begun = 0) or writes what the codec's ends (n_boundaries, 2) remember.
+static int put_codec(SafeTensorsWriter *writer, int begun, const CodecEnd *ends, int n_boundaries) {
     char name[64];
     CodecState states[CODEC_STATES];
-    for (int i = 0; i < 2 * (mesh->n_stages - 1); i++) {
-        int n = codec_end_states(mesh_end(mesh, replica, i / 2, i % 2), states);
+    for (int i = 0; i < 2 * n_boundaries; i++) {
+        int n = codec_end_states(&ends[i], states);
         for (int k = 0; k < n; k++) {
             snprintf(name, sizeof name, "codec.%d.%d.%s", i / 2, i % 2, states[k].name);
             if (!begun && safetensors_declare(writer, name, DTYPE_U8, &states[k].n_bytes, 1)) return -1;
@@ -2631,11 +2830,11 @@ static int replica_put_codec(SafeTensorsWriter *writer, int begun, const Mesh *m
     return 0;
 }
 
-static int replica_load_codec(const SafeTensors *file, const Mesh *mesh, int replica) {
+static int load_codec(const SafeTensors *file, const CodecEnd *ends, int n_boundaries) {
     char name[64];
     CodecState states[CODEC_STATES];
-    for (int i = 0; i < 2 * (mesh->n_stages - 1); i++) {
-        int n = codec_end_states(mesh_end(mesh, replica, i / 2, i % 2), states);
+    for (int i = 0; i < 2 * n_boundaries; i++) {
+        int n = codec_end_states(&ends[i], states);
         for (int k = 0; k < n; k++) {
             snprintf(name, sizeof name, "codec.%d.%d.%s", i / 2, i % 2, states[k].name);
             const SafeTensor *tensor = safetensors_find(file, name);
@@ -2669,7 +2868,7 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
             if (begun) stage_append(&cell->stage, &writer, cell->powersgd_q, floats, DTYPE_F32);
         }
-        if (replica_put_codec(&writer, begun, mesh, replica)) return -1;
+        if (put_codec(&writer, begun, mesh_end(mesh, replica, 0, 0), mesh->n_stages - 1)) return -1;
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
     return file_writer_close(&writer.file);
@@ -2709,7 +2908,7 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
         const SafeTensor *tensor = state_tensor(&file, name, floats);
         result = tensor == NULL ? -1 : stage_read(stage, cell->powersgd_q, floats, tensor, 0);
     }
-    if (result == 0) result = replica_load_codec(&file, mesh, replica);
+    if (result == 0) result = load_codec(&file, mesh_end(mesh, replica, 0, 0), mesh->n_stages - 1);
     safetensors_close(&file);
     return result;
 }
@@ -2820,22 +3019,52 @@ static int learner_load_next(Anchor *anchor, Mesh *mesh, const SafeTensors *file
     return mesh_share_embed(mesh);
 }
 
-// The anchor's state: momentum and both sets of factors. run_save has waited for the pass at work, so
-// that the file and what run.json says of it fit together; the factors wait in their set as they would in memory.
+// Declares or writes both sets of factors of one kind, if the anchor has that kind.
+static int put_factors(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *kind,
+                       const FactorSet sets[2]) {
+    char name[32];
+    for (int i = 0; i < 2 && sets[i].memory != NULL; i++) {
+        snprintf(name, sizeof name, "%s.%d", kind, i);
+        if (put_floats(stage, writer, begun, name, sets[i].memory, sets[i].n_floats)) return -1;
+    }
+    return 0;
+}
+
+static int load_factors(Anchor *anchor, const SafeTensors *file, const char *kind, FactorSet sets[2]) {
+    char name[32];
+    for (int i = 0; i < 2 && sets[i].memory != NULL; i++) {
+        snprintf(name, sizeof name, "%s.%d", kind, i);
+        if (load_floats(anchor, file, name, sets[i].memory, sets[i].n_floats)) return -1;
+    }
+    return 0;
+}
+
+// Reads an arena of the anchor's stage, tensors named prefix + their name.
+static int load_arena(Anchor *anchor, const SafeTensors *file, const char *prefix, float *arena) {
+    char name[128];
+    for (int i = 0; i < anchor->stage.n_tensors; i++) {
+        const Tensor *of = &anchor->stage.tensors[i];
+        snprintf(name, sizeof name, "%s%s", prefix, of->name);
+        if (load_floats(anchor, file, name, arena + of->offset, of->n)) return -1;
+    }
+    return 0;
+}
+
+// The anchor's state: momentum, the codec's bias, both sets of their factors, and what its codec remembers. run_save
+// has waited for the pass at work, so that the file and what run.json says of it fit together; the factors wait in
+// their set as they would in memory.
 static int anchor_save(Trainer *trainer, const char *folder) {
-    static const Arena momentum = ARENA_M;
-    char path[PATH_MAX], name[32];
+    char path[PATH_MAX];
     Anchor *anchor = &trainer->anchor;
     SafeTensorsWriter writer;
     if (path_join(path, folder, "anchor.bin") || safetensors_writer_init(&writer, NULL)) return -1;
     for (int begun = 0; begun < 2; begun++) {
-        if (model_put_arena(&writer, begun, &anchor->stage, momentum, "m.", DTYPE_F32)) return -1;
-        for (int i = 0; i < 2; i++) {
-            FactorSet *set = &anchor->sets[i];
-            snprintf(name, sizeof name, "factors.%d", i);
-            if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &set->n_floats, 1)) return -1;
-            if (begun) stage_append(&anchor->stage, &writer, set->memory, set->n_floats, DTYPE_F32);
-        }
+        if (model_put_arena(&writer, begun, &anchor->stage, ARENA_M, "m.", DTYPE_F32)) return -1;
+        if (put_factors(&anchor->stage, &writer, begun, "factors", anchor->sets)) return -1;
+        if (anchor->corrects && (model_put_arena(&writer, begun, &anchor->stage, ARENA_V, "d.", DTYPE_F32) ||
+                                 put_factors(&anchor->stage, &writer, begun, "bias", anchor->bias) ||
+                                 put_codec(&writer, begun, anchor->coded.ends, anchor->n_boundaries)))
+            return -1;
         if (learner_put(anchor, &trainer->mesh, &writer, begun)) return -1;
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
@@ -2843,17 +3072,19 @@ static int anchor_save(Trainer *trainer, const char *folder) {
 }
 
 static json_t *anchor_to_json(const Anchor *anchor) {
-    return json_pack("{s:b, s:b, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:o}", "ready",
+    const int64_t *coded = anchor->coded.sent, *boundary = anchor->boundary_bytes;
+    return json_pack("{s:b, s:b, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:[I,I], s:I, s:[I,I], s:f, s:f, s:o}", "ready",
                      anchor->state == ANCHOR_READY, "useless", anchor->useless, "front", anchor->front, "deliveries",
                      anchor->deliveries, "launched", (json_int_t)anchor->launched, "delivered",
                      (json_int_t)anchor->delivered, "samples", (json_int_t)anchor->samples, "passes",
-                     (json_int_t)anchor->passes, "factor_bytes", (json_int_t)anchor->factor_bytes, "boundary_bytes",
-                     (json_int_t)anchor->boundary_bytes, "launched_at", anchor->launched_at, "seconds", anchor->seconds,
-                     "loss", real_or_null(anchor->loss));
+                     (json_int_t)anchor->passes, "coded_passes", (json_int_t)anchor->coded_passes, "coded_bytes",
+                     (json_int_t)coded[0], (json_int_t)coded[1], "factor_bytes", (json_int_t)anchor->factor_bytes,
+                     "boundary_bytes", (json_int_t)boundary[0], (json_int_t)boundary[1], "launched_at",
+                     anchor->launched_at, "seconds", anchor->seconds, "loss", real_or_null(anchor->loss));
 }
 
 static int anchor_load(Trainer *trainer, const char *folder, const json_t *state) {
-    char path[PATH_MAX], name[128];
+    char path[PATH_MAX];
     Anchor *anchor = &trainer->anchor;
     const json_t *saved = json_object_get(state, "anchor");
     SafeTensors file;
@@ -2869,22 +3100,18 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
     anchor->launched_at = json_number_value(json_object_get(saved, "launched_at"));
     anchor->seconds = json_number_value(json_object_get(saved, "seconds"));
     anchor->loss = json_number_value(json_object_get(saved, "loss"));
-    anchor->boundary_bytes = json_integer_value(json_object_get(saved, "boundary_bytes"));
+    anchor->coded_passes = json_integer_value(json_object_get(saved, "coded_passes"));
+    for (size_t d = 0; d < 2; d++) {
+        anchor->coded.sent[d] = json_integer_value(json_array_get(json_object_get(saved, "coded_bytes"), d));
+        anchor->boundary_bytes[d] = json_integer_value(json_array_get(json_object_get(saved, "boundary_bytes"), d));
+    }
     anchor->useless = json_is_true(json_object_get(saved, "useless"));
     if (path_join(path, folder, "anchor.bin") || safetensors_open(&file, path)) return -1;
-    for (int i = 0; i < anchor->stage.n_tensors && result == 0; i++) {
-        const Tensor *of = &anchor->stage.tensors[i];
-        snprintf(name, sizeof name, "m.%s", of->name);
-        const SafeTensor *tensor = state_tensor(&file, name, of->n);
-        result = tensor == NULL ? -1 : stage_read(&anchor->stage, anchor->stage.m + of->offset, of->n, tensor, 0);
-    }
-    for (int i = 0; i < 2 && result == 0; i++) {
-        snprintf(name, sizeof name, "factors.%d", i);
-        const SafeTensor *tensor = state_tensor(&file, name, anchor->sets[i].n_floats);
-        result = tensor == NULL
-                     ? -1
-                     : stage_read(&anchor->stage, anchor->sets[i].memory, anchor->sets[i].n_floats, tensor, 0);
-    }
+    result = load_arena(anchor, &file, "m.", anchor->stage.m);
+    if (result == 0) result = load_factors(anchor, &file, "factors", anchor->sets);
+    if (result == 0 && anchor->corrects) result = load_arena(anchor, &file, "d.", anchor->stage.v);
+    if (result == 0) result = load_factors(anchor, &file, "bias", anchor->bias);
+    if (result == 0 && anchor->corrects) result = load_codec(&file, anchor->coded.ends, anchor->n_boundaries);
     if (result == 0) result = learner_load(anchor, &file);
     if (result == 0 && learner_use(&trainer->mesh, &anchor->learner) < 0) result = -1;
     anchor->learner.embed_counted = anchor->deliveries > 0;
@@ -3128,10 +3355,11 @@ static int64_t anchor_bytes(const Trainer *trainer) {
     Stage whole;
     int64_t n_bytes = 0;
     if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
-        whole.n_moments = 1, whole.unrounded = mesh->cells[0].stage.unrounded;
+        whole.n_moments = 1 + trainer->anchor.corrects, whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
-            n_bytes = stage_bytes_sum(&bytes) + 8 * factor_floats(&whole, trainer->anchor.rank);
+            int n_sets = 2 * (trainer->anchor.filters + trainer->anchor.corrects);
+            n_bytes = stage_bytes_sum(&bytes) + 4 * n_sets * factor_floats(&whole, trainer->anchor.rank);
         }
     }
     stage_free(&whole);
@@ -3163,10 +3391,18 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     }
     if (!trainer->anchored) return bytes;
     bytes.anchor = anchor_bytes(trainer);
+    int C = trainer->config.channels;
+    if (trainer->anchor.corrects) {
+        CodecShape shape = coded_shape(mesh->micro_batch, trainer->T, C);
+        bytes.host +=
+            codec_cap(&mesh->codec, shape.n, C) + 2 * (mesh->n_stages - 1) * codec_end_memory(&mesh->codec, &shape);
+    }
     if (mesh->codec.kind != CODEC_KLT) return bytes;
     KltShape shape = klt_shape(trainer);
     KltMemory cells = klt_memory_cells(&shape, shape.H, mesh->n_stages - 1);
     KltMemory anchor = klt_memory_anchor(&shape, mesh->n_stages - 1);
+    KltMemory work = klt_memory_work(&shape, C, C); // of the anchor's compressed pass
+    if (trainer->anchor.corrects) anchor = klt_memory_sum(anchor, work);
     bytes.codec = cells.device, bytes.anchor += anchor.device, bytes.host += cells.host + anchor.host;
     return bytes;
 }
@@ -3217,7 +3453,7 @@ static void print_mesh(const Trainer *trainer) {
     static const char *const meetings[] = {"never meeting", "outer steps", "every gradient averaged"};
     const Mesh *mesh = &trainer->mesh;
     const Options *opts = &trainer->opts;
-    char codec[128];
+    char codec[128], use[16];
     codec_describe(codec, sizeof codec, &mesh->codec, trainer->config.channels);
     printf("mesh: %d fast replica%s of %d stages, codec %s", mesh->n_replicas, mesh->n_replicas > 1 ? "s" : "",
            mesh->n_stages, codec);
@@ -3226,8 +3462,9 @@ static void print_mesh(const Trainer *trainer) {
         printf(" (every %d steps, %d fragments, rank %d)", trainer->outer.local_steps, trainer->outer.n_fragments,
                trainer->outer.rank);
     printf("\n");
+    cli_choice_name(use, sizeof use, anchor_uses, opts->anchor_use);
     if (trainer->anchored)
-        printf("      anchor: rank %d, delay %s, momentum %g, alpha %g, tau %g%s\n", trainer->anchor.rank,
+        printf("      anchor: %s, rank %d, delay %s, momentum %g, alpha %g, tau %g%s\n", use, trainer->anchor.rank,
                opts->anchor_delay, (double)opts->anchor_beta, (double)opts->alpha, (double)opts->tau,
                opts->tau_relative ? " of the largest singular value" : "");
     for (int s = 0; s < mesh->n_stages && mesh->n_stages > 1; s++) {
@@ -3326,7 +3563,7 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.batch = opts->batch, plan.T = trainer->T, plan.micro_batch = trainer->B, plan.recompute = opts->recompute;
     plan.logits_floats = (int64_t)logits_chunk(&trainer->config, rows) * trainer->config.vocab;
     plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
-    plan.anchor_rank = trainer->anchor.rank, plan.unfiltered = opts->anchor_use == 1;
+    plan.anchor_rank = trainer->anchor.rank, plan.factor_sets = trainer->anchor.filters + trainer->anchor.corrects;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
@@ -3419,17 +3656,19 @@ static int64_t deliver_tables(Trainer *trainer) {
 }
 
 // Books a delivery: the factors go to every replica, each of which passes them on; the anchor's own stages have sent
-// each other whole boundaries. In simulated time the pass ran on as many cells as a replica has, and a fast circuit
-// that waits for a fixed delay waits there too.
+// each other whole boundaries, and compressed ones if there was such a pass too. In simulated time the pass ran on as
+// many cells as a replica has, and a fast circuit that waits for a fixed delay waits there too.
 static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *result) {
     Anchor *anchor = &trainer->anchor;
     Mesh *mesh = &trainer->mesh;
     int64_t size = anchor->wire == WIRE_BF16 ? 2 : 4, tokens = (int64_t)anchor->batch * anchor->T, factors = 0;
-    int64_t boundaries = 2 * size * tokens * trainer->config.channels * (mesh->n_stages - 1);
-    for (int s = 0; s < mesh->n_stages && !anchor->useless && anchor->filters; s++)
+    int64_t whole = size * tokens * trainer->config.channels * (mesh->n_stages - 1);
+    int64_t boundaries = 2 * whole + anchor->coded.sent[0] + anchor->coded.sent[1];
+    double passes = anchor->coded.sent[0] > 0 ? 2.0 : 1.0;
+    for (int s = 0; s < mesh->n_stages && !anchor->useless; s++)
         factors += anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
     factors += table_bytes;
-    double took = mesh->device_flops > 0.0 ? 3.0 * stage_flops(&anchor->stage, (double)tokens, anchor->T) /
+    double took = mesh->device_flops > 0.0 ? 3.0 * passes * stage_flops(&anchor->stage, (double)tokens, anchor->T) /
                                                  (mesh->device_flops * mesh->n_stages)
                                            : anchor->seconds;
     Clock sender = {anchor->launched_at + took, 0.0};
@@ -3438,7 +3677,8 @@ static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *resul
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages && trainer->anchor_delay > 0; i++)
         clock_receive(&mesh->cells[i].clock, ready);
     result->sent.bytes[TRAFFIC_ANCHOR] += mesh->n_replicas * factors;
-    anchor->factor_bytes += mesh->n_replicas * factors, anchor->boundary_bytes += boundaries;
+    anchor->factor_bytes += mesh->n_replicas * factors;
+    for (int d = 0; d < 2; d++) anchor->boundary_bytes[d] += whole + anchor->coded.sent[d];
 }
 
 static int take_delivery(Trainer *trainer, StepResult *result) {
@@ -3476,9 +3716,13 @@ static int meet_anchor(Trainer *trainer, StepResult *result) {
     return 0;
 }
 
-// 1 once the anchor has delivered factors.
+// 1 once the anchor has delivered factors of its gradients, or of the codec's bias.
 static int is_filtered(const Trainer *trainer) {
     return trainer->anchored && trainer->anchor.filters && trainer->anchor.deliveries > 0;
+}
+
+static int is_corrected(const Trainer *trainer) {
+    return trainer->anchored && trainer->anchor.corrects && trainer->anchor.deliveries > 0;
 }
 
 // Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
@@ -3517,8 +3761,8 @@ static void model_put_grads(Stage *model, const float *from) {
         device_copy(stage->grads, from, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
 }
 
-// Compares the fast gradient of the first replica's batch with the unmasked one of the same batch, before and after the
-// filter; the fast one is put back.
+// Compares the fast gradient of the first replica's batch with the unmasked one of the same batch, before and after
+// what the anchor's factors do to it; the fast one is put back.
 static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
     size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
@@ -3532,8 +3776,10 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     model_put_grads(model, probe->fast);
     result->probe[0] = model_cosine(model, probe->whole, 0);
     result->probe[1] = model_cosine(model, probe->whole, 1);
-    for (Stage *stage = model; stage != NULL && is_filtered(trainer); stage = stage->next)
-        stage_filter(stage, &trainer->anchor, trainer->opts.alpha, trainer->stream);
+    for (Stage *stage = model; stage != NULL; stage = stage->next) {
+        if (is_corrected(trainer)) stage_correct(stage, &trainer->anchor, trainer->stream);
+        if (is_filtered(trainer)) stage_filter(stage, &trainer->anchor, trainer->opts.alpha, trainer->stream);
+    }
     result->probe[2] = model_cosine(model, probe->whole, 1);
     model_put_grads(model, probe->fast);
     return stream_check(trainer->stream);
@@ -3550,8 +3796,29 @@ static double filter_flops(const Stage *stage, const Anchor *anchor) {
     return flops;
 }
 
-// Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is the first
-// replica's.
+// The same of the codec's bias.
+static double correct_flops(const Stage *stage, const Anchor *anchor) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        if (tensor->block) flops += 2.0 * (double)tensor->n * factor_rank(tensor, anchor->rank);
+    }
+    return flops;
+}
+
+// Adds the codec's bias to a cell's gradients, on its clock.
+static void correct_cell(Trainer *trainer, Cell *cell) {
+    Mesh *mesh = &trainer->mesh;
+    double start = seconds();
+    stage_correct(&cell->stage, &trainer->anchor, trainer->stream);
+    if (cells_are_timed(mesh)) stream_wait(trainer->stream);
+    clock_compute(&cell->clock, mesh->device_flops > 0.0
+                                    ? correct_flops(&cell->stage, &trainer->anchor) / mesh->device_flops
+                                    : seconds() - start);
+}
+
+// The codec's bias, norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is
+// the first replica's.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
@@ -3561,6 +3828,7 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
+        if (is_corrected(trainer)) correct_cell(trainer, cell);
         cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
         result->skipped |= !isfinite(cell->grad_norm);
         if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
@@ -3775,8 +4043,8 @@ static void print_traffic(const Trainer *trainer) {
         printf("\n");
     }
     if (trainer->anchored)
-        printf("  anchor            %12.3f %12.3f %12s %12.3f\n", 0.5e-6 * (double)anchor->boundary_bytes,
-               0.5e-6 * (double)anchor->boundary_bytes, "", 1e-6 * (double)anchor->factor_bytes);
+        printf("  anchor            %12.3f %12.3f %12s %12.3f\n", 1e-6 * (double)anchor->boundary_bytes[0],
+               1e-6 * (double)anchor->boundary_bytes[1], "", 1e-6 * (double)anchor->factor_bytes);
     printf("  bytes a token    ");
     for (int k = 0; k < TRAFFIC_KINDS; k++) {
         printf(" %12.1f", bytes_per_token(trainer, kinds[k], tokens));
@@ -3972,6 +4240,14 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
                          "more, or -p 0");
     if (training && !trainer->anchored && opts->codec == CODEC_KLT)
         return error_set("--codec klt learns its tables from the anchor; give -x 2 or more");
+    int use = opts->anchor_use;
+    trainer->anchor.filters = use == ANCHOR_USE_FILTER || use == ANCHOR_USE_BOTH;
+    trainer->anchor.corrects = use == ANCHOR_USE_BIAS || use == ANCHOR_USE_BOTH;
+    if (training && trainer->anchored && trainer->anchor.corrects && opts->codec == CODEC_AQSGD)
+        return error_set(
+            "--anchor-use %s: aqsgd's caches follow the fast circuit's data, which the anchor does not see; "
+            "leave it at filter, or choose another codec",
+            use == ANCHOR_USE_BIAS ? "bias" : "both");
     trainer->anchor.rank = opts->anchor_rank >= 0 ? opts->anchor_rank : (int)larger(trainer->config.channels / 8, 1);
     *n_replicas = X - trainer->anchored;
     trainer->dp = *n_replicas > 1 ? (MeshDp)opts->dp : MESH_DP_NONE;
@@ -4179,18 +4455,19 @@ static int start_anchor(Trainer *trainer) {
     anchor->seed = (uint64_t)opts->seed, anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
     anchor->tau_relative = opts->tau_relative, anchor->wire = (Wire)opts->wire;
     anchor->unrounded = trainer->mesh.cells[0].stage.unrounded;
-    anchor->filters = opts->anchor_use == 0, anchor->learns = opts->codec == CODEC_KLT;
+    anchor->learns = opts->codec == CODEC_KLT, anchor->n_boundaries = trainer->mesh.n_stages - 1;
+    for (int b = 0; b < anchor->n_boundaries; b++)
+        anchor->layer[b] = mesh_cell(&trainer->mesh, 0, b + 1)->stage.first_layer;
+    anchor->coded.codec = &trainer->mesh.codec, anchor->coded.replica = trainer->mesh.n_replicas;
     Learner *learner = &anchor->learner;
     learner->predicts = opts->klt_predict, learner->metric = (double)opts->klt_metric,
     learner->fixed = opts->codec_coding == 1;
     learner->C = trainer->config.channels, learner->V = trainer->config.vocab;
     for (int d = 0; d < 2; d++)
         learner->budget[d] = codec_klt_budget(&trainer->mesh.codec, (CodecDirection)d, learner->C);
-    learner->n_boundaries = anchor->learns ? trainer->mesh.n_stages - 1 : 0;
-    for (int b = 0; b < learner->n_boundaries; b++)
-        learner->layer[b] = mesh_cell(&trainer->mesh, 0, b + 1)->stage.first_layer;
+    learner->n_boundaries = anchor->learns ? anchor->n_boundaries : 0;
     if (anchor->learns && mesh_alloc_klt(&trainer->mesh, learner->predicts)) return -1;
-    learner->embed = trainer->mesh.klt[0].embed;
+    learner->embed = trainer->mesh.klt[0].embed, learner->tables = trainer->mesh.klt[0].tables;
     return anchor_start(anchor, &trainer->config, opts->recompute);
 }
 

@@ -613,7 +613,7 @@ static int marked_step(Stage *stage, const Batch *batch, int64_t step, cudaEvent
     int B = batch->b, T = batch->T;
     CUDA_CHECK(cudaEventRecord(marks[0], stream->cuda));
     stage_begin(stage, stream);
-    stage_forward(stage, 0, batch->tokens, B, T, NULL, stream);
+    stage_forward(stage, 0, batch->tokens, B, T, NULL, NULL, stream);
     CUDA_CHECK(cudaEventRecord(marks[1], stream->cuda));
     head_loss(stage, batch->targets, B * T, 1, 1.0f / (float)batch->n_valid, 1, stream);
     CUDA_CHECK(cudaEventRecord(marks[2], stream->cuda));

@@ -66,7 +66,7 @@ typedef struct {
     int anchor;                               // 1: the last replica is the anchor circuit
     int anchor_rank;                          // of its factors; 0: full
     int anchor_delay;                         // Delta, fast steps from snapshot to delivery
-    int unfiltered;                           // 1: no factors are sent
+    int factor_sets;                          // of gradients, of the codec's bias
     double table_bytes;                       // of a boundary's tables, both directions; 0: none
     double table_memory, codec_memory;        // of a boundary's tables in use; of a cell that has some, beside them
     double learn_memory;                      // of the anchor's cell behind a boundary
@@ -156,7 +156,7 @@ static inline int plan_check(const MeshPlan *plan) {
                  {"logits", plan->logits_floats, 0, INT64_MAX},      {"anchor", plan->anchor, 0, 1},
                  {"anchor-rank", plan->anchor_rank, 0, 1 << 24},     {"anchor-delay", plan->anchor_delay, 1, 1000000},
                  {"dp", plan->dp, MESH_DP_NONE, MESH_DP_DENSE},      {"local-steps", plan->local_steps, 1, 1000000},
-                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"unfiltered", plan->unfiltered, 0, 1}};
+                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"sets of factors", plan->factor_sets, 0, 2}};
     const struct {
         const char *name;
         double value, min, max;
@@ -227,7 +227,7 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
         double snapshot = n_fast == 1 ? (double)cell->n_params : 0.0; // else it follows the averages for free
         double momentum = 4.0 * (double)(n_layers * config_layer_matrices(config));
         cell->factor_bytes = 4.0 * factors;
-        double sent = wire * ((plan->unfiltered ? 0.0 : factors) + snapshot);
+        double sent = wire * (plan->factor_sets * factors + snapshot);
         sent += plan->table_bytes * n_beside;
         cell->anchor_bytes = sent / (plan->anchor_delay * tokens);
         cell->anchor_memory_bytes = 2.0 * arena + momentum + cell->factor_bytes + cell->act_bytes;
@@ -329,7 +329,7 @@ enum { MESH_VARIANTS = sizeof mesh_variants / sizeof *mesh_variants };
 static inline MeshPlan mesh_variant_plan(const MeshPlan *plan, const MeshVariant *variant) {
     MeshPlan changed = *plan;
     changed.mask_rate = variant->mask_rate, changed.anchor = variant->anchor, changed.dp = variant->dp;
-    changed.unfiltered = 0, changed.table_bytes = 0.0;
+    changed.factor_sets = 1, changed.table_bytes = 0.0;
     changed.table_memory = changed.codec_memory = changed.learn_memory = 0.0;
     return changed;
 }
