@@ -35,7 +35,7 @@ function told_loss(group,   text) {
 function print_group(config, p, group,   share, extra, factor, beside) {
     share = !diverged[group] && pairs[group] ? sprintf("%.1f%%", 100 * kept[group] / pairs[group]) : "-"
     extra = diverged[group] ? "-" : sprintf("%+.4f", mean(added, group))
-    beside = config ~ /filter/ ? sprintf("%.3f", mean(filtered, group)) : "-"
+    beside = config ~ /filter|bias/ ? sprintf("%.3f", mean(filtered, group)) : "-"
     factor = whole > 0 && boundary[group] > 0 ? sprintf("%.1f", whole / mean(boundary, group)) : "-"
     printf "| %s | %s | %s | %s | %d | %s | %s | %.3f | %s | %.1f | %s | %.1f | %.1fk |\n", config, p, lr[group], \
         told_loss(group), seeds[group], share, extra, mean(cosine, group), beside, mean(boundary, group), factor, \
@@ -68,7 +68,8 @@ END {
     print "| codec | p | best lr | loss | seeds | gain kept | codec adds | cosine | filtered | boundary bytes" \
         " | times fewer | table bytes | simulated tokens/s |"
     print "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
-    n_configs = split("none quant8 quant4 aqsgd tahquant klt klt+filter topk bottleneck mask mask+filter", configs, " ")
+    n_configs = split("none quant8 quant4 aqsgd tahquant klt klt+filter klt+bias klt+flat klt+even klt+unpredicted klt+fixed" \
+        " klt+often klt+seldom topk bottleneck mask mask+filter mask+bias", configs, " ")
     n_rates = split("- 0.90 0.95 0.975 0.9875", rates, " ")
     for (c = 1; c <= n_configs; c++)
         for (r = 1; r <= n_rates; r++)

@@ -37,7 +37,8 @@ else
     OTHERS='mask-20x topk-20x bottleneck-20x quant4 tahquant klt+filter-20x mask+filter-20x quant8'
     LAST='klt+filter-10x klt+filter-40x mask-10x mask-40x topk-10x topk-40x bottleneck-10x bottleneck-40x
         mask+filter-10x mask+filter-40x klt-80x
-        klt+flat-20x klt+flat-40x klt+even-20x klt+even-40x klt+unpredicted-20x klt+fixed-20x' # parts of klt, at its rate
+        klt+flat-20x klt+flat-40x klt+even-20x klt+even-40x klt+unpredicted-20x klt+fixed-20x
+        klt+often-40x klt+seldom-40x klt+bias-40x mask+bias-20x'
     SLOW=aqsgd # its checkpoint remembers every sample of WordNet: 23 GB to write, and no sample comes back in 150 steps
 fi
 tune=$SPLITS/codecs-tune.jsonl report=$SPLITS/codecs-report.jsonl
@@ -85,6 +86,8 @@ train_to() {
     child=
 }
 
+# Parts of klt and other uses of the anchor have the learning rate of the codec they belong to: flat without the metric,
+# even with the same bytes both ways, unpredicted, fixed bits, often and seldom by how old tables get.
 # Sets config, p ("-": it has a rate of its own), flags, and whose search it takes its learning rate from, of a name.
 configure() {
     case $1 in
@@ -102,6 +105,9 @@ configure() {
     klt+even) flags="-x 2 --anchor-use none --klt-forward 0.5" searched=klt ;;
     klt+unpredicted) flags="-x 2 --anchor-use none --klt-predict 0" searched=klt ;;
     klt+fixed) flags="-x 2 --anchor-use none --codec-coding fixed" searched=klt ;;
+    klt+often) flags="-x 2 --anchor-use none --anchor-delay 10" searched=klt ;;
+    klt+seldom) flags="-x 2 --anchor-use none --anchor-delay 50" searched=klt ;;
+    *+bias) flags="-x 2 --anchor-use bias" searched=${config%+bias} ;;
     *+filter) flags="-x 2" ;;
     *) flags="-x 1 --anchor 0" ;;
     esac
