@@ -376,7 +376,7 @@ static inline int klt_fit_alloc(KltFit *fit, int H) {
     fit->c = fit->device, fit->xe = fit->c + square, fit->ee = fit->xe + square, fit->w = fit->ee + square;
     fit->v = fit->w + square, fit->product = fit->v + square, fit->values = fit->product + square;
     fit->predictor = fit->host + square, fit->offset = fit->predictor + square, fit->mean_e = fit->mean + wide;
-    fit->dual = fit->predictor + square;
+    fit->dual = fit->offset + wide;
     return 0;
 }
 
