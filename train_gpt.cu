@@ -1650,8 +1650,8 @@ static void cell_turn(const Mesh *mesh, Cell *cell, int64_t done) {
     Stage *stage = &cell->stage;
     int64_t version = cell->backward_version = versions_backward(stage->delay, done, mesh->stash);
     int corrects = !mesh->stash && stage->delta != NULL && stage->delay > 0;
+    if (!corrects && version == cell->forward_version) return;
     float *weights = corrects ? stage_corrected(stage, done) : stage_version(stage, done, version);
-    if (weights == stage->used) return;
     stage_use(stage, weights);
     stage_round(stage, stage->stream);
 }
@@ -3517,6 +3517,7 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
     plan.anchor_rank = trainer->anchor.rank, plan.unfiltered = opts->anchor_use == 1;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
+    plan.asynchronous = mesh->asynchronous, plan.stash = mesh->asynchronous && mesh->stash;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
