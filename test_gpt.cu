@@ -5956,6 +5956,12 @@ static void test_device_mesh(void) {
     check_run(0, NULL, "-o @/klt_parts --resume", "done: 5 steps");
     check(same_file("klt/latest/model.bin", "klt_parts/latest/model.bin"), "klt: resumed, other weights");
     check(same_file("klt/latest/anchor.bin", "klt_parts/latest/anchor.bin"), "klt: resumed, other tables");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --schedule async -o @/async", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --schedule async -o @/async_parts --stop-after 3", "stopped after");
+    check_run(0, NULL, "-o @/async_parts --resume", "done: 5 steps");
+    check_same_latest("async", "async_parts", files, 4, "an asynchronous mesh");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --probe 0 --schedule async --no-stash -o @/loose", "done: 5 steps");
+    check(!same_file("async/latest/model.bin", "loose/latest/model.bin"), "stashing changes nothing");
     static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
     for (int i = 0; i < 4; i++) {
         char command[1024];

@@ -3383,7 +3383,9 @@ static int mesh_fits(const Trainer *trainer) {
         1e-9 * (double)needed, 1e-9 * (double)(stage_bytes_sum(cells) - cells->acts - cells->scratch),
         1e-9 * (double)(cells->acts + cells->scratch), 1e-9 * (double)bytes.anchor,
         1e-9 * (double)(bytes.codec + (DEVICE_IS_HOST ? bytes.host : 0)), 1e-9 * (double)memory,
-        mesh_model(&trainer->mesh, 0)->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
+        !mesh_model(&trainer->mesh, 0)->training ? ""
+        : trainer->mesh.asynchronous             ? "; try --recompute, a smaller --batch or --seq, fewer --stages"
+                                                 : "; try --recompute, a smaller --micro-batch or --seq");
 }
 
 // Says so where another codec is known to learn more from as many bytes.
