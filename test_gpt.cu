@@ -2938,6 +2938,7 @@ static float *replica_values(const MeshRun *run, int replica, Arena arena, int64
 }
 
 #define QUIET "-n 100 --precision fp32 --wire fp32 --clip 0 "
+#define ASYNC "-n 12 --wire fp32 --micro-batch 5 --schedule async "
 
 #ifndef DEVICE_CUDA // reads and writes the host's tensors
 // The gradient of the masked model: the masks are part of the function. Against differences of the loss along the
@@ -3052,8 +3053,6 @@ static void reference_step(AsyncReference *ref, int t, int stash, float **delta)
                sizeof(float) * (size_t)stage->arena_floats);
     }
 }
-
-#define ASYNC "-n 12 --wire fp32 --micro-batch 5 --schedule async "
 
 // mode: stashing, without, and without but with PipeMare's correction by a delta that stays as it is.
 static void async_case(int P, int mode, const char *precision) {
