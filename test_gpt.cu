@@ -3031,6 +3031,7 @@ static void reference_step(AsyncReference *ref, int t, int stash, float **delta)
             memcpy(stage_input(stage->next, 0), stage->last, sizeof(floatX) * (size_t)N * stage->config.channels);
         else
             head_loss(stage, batch->targets, N, 1, 1.0f / (float)batch->n_valid, 1, stream);
+        stage_take_loss(stage, stream);
     }
     for (int s = P - 1; s >= 0; s--) {
         Stage *stage = &mesh_cell(mesh, 0, s)->stage, *before = s > 0 ? &mesh_cell(mesh, 0, s - 1)->stage : NULL;
@@ -3086,6 +3087,15 @@ static void async_case(int P, int mode, const char *precision) {
         if (!check(!differs, "%d stages, mode %d, %s: other weights after micro-batch %d", P, mode, precision, t))
             break;
     }
+    Evaluation newest, expected; // of the newest weights, whatever the last micro-batch saw
+    Trainer *one = &run->trainer, *other = &ref.run->trainer;
+    memset(&expected, 0, sizeof expected);
+    if (evaluate(mesh_model(mesh, 0), &one->data, &one->tokenizer, 100, NULL, NULL, &newest, one->stream) ||
+        evaluate(mesh_model(&other->mesh, 0), &other->data, &other->tokenizer, 100, NULL, NULL, &expected,
+                 other->stream))
+        newest.loss = (double)NAN;
+    check(newest.loss == expected.loss, "%d stages, mode %d: held-out loss %g, expected %g", P, mode, newest.loss,
+          expected.loss);
     for (int i = 0; i < 12; i++) free(ref.known[i]);
     for (int s = 0; s < P; s++) free(deltas[s]);
     mesh_run_close(run);
@@ -3094,7 +3104,7 @@ static void async_case(int P, int mode, const char *precision) {
 
 // An asynchronous pipeline against steps written out from the list of all versions, bit for bit; bf16 products see the
 // rounded copy of the version at work. Must fail for: a delay of P - s, the slot next to the right one, a backward with
-// the other version, bf16 copies of the version before.
+// the other version, bf16 copies of the version before, an evaluation of older weights.
 static void test_async_steps(void) {
     write_corpus();
     for (int mode = 0; mode < 3; mode++) {
