@@ -2938,6 +2938,7 @@ static float *replica_values(const MeshRun *run, int replica, Arena arena, int64
 }
 
 #define QUIET "-n 100 --precision fp32 --wire fp32 --clip 0 "
+#define ASYNC "-n 12 --wire fp32 --micro-batch 5 --schedule async "
 
 #ifndef DEVICE_CUDA // reads and writes the host's tensors
 // The gradient of the masked model: the masks are part of the function. Against differences of the loss along the
@@ -2989,6 +2990,129 @@ static void test_masked_gradient(void) {
         free(grads);
     }
     mesh_run_close(run);
+}
+
+// Steps of an asynchronous pipeline written out: all weights there ever were are kept in a list, and forward,
+// boundaries, backward and update are called one by one on another model's stages.
+typedef struct {
+    MeshRun *run;     // its stages, synchronous, whose own schedule is not used
+    float *known[12]; // (versions) all stages' parameters one after the other
+} AsyncReference;
+
+static void reference_put(Stage *stage, const float *weights, Stream *stream) {
+    memcpy(stage->params, weights, sizeof(float) * (size_t)stage->arena_floats);
+    stage_round(stage, stream);
+}
+
+static int64_t stage_floats_before(const Mesh *mesh, int s) {
+    int64_t floats = 0;
+    for (int i = 0; i < s; i++) floats += mesh_cell(mesh, 0, i)->stage.arena_floats;
+    return floats;
+}
+
+// Micro-batch t, from 1 on. delta: NULL, or of each stage what PipeMare subtracts, times the delay.
+static void reference_step(AsyncReference *ref, int t, int stash, float **delta) {
+    Trainer *trainer = &ref->run->trainer;
+    Mesh *mesh = &trainer->mesh;
+    Stream *stream = trainer->stream;
+    const Options *opts = &trainer->opts;
+    int P = mesh->n_stages, B = opts->batch, T = trainer->T, N = B * T;
+    AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
+    Batch *batch = ref->run->batches;
+    float lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, t - 1, trainer->warmup, trainer->n_steps);
+    next_batches(trainer, batch);
+    for (int s = 0; s < P; s++) {
+        Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        int seen = t - 1 - (P - 1 - s) > 0 ? t - 1 - (P - 1 - s) : 0;
+        reference_put(stage, ref->known[seen] + stage_floats_before(mesh, s), stream);
+        stage_begin(stage, stream);
+        stage_forward(stage, 0, batch->tokens, B, T, NULL, NULL, stream);
+        if (stage->next != NULL)
+            memcpy(stage_input(stage->next, 0), stage->last, sizeof(floatX) * (size_t)N * stage->config.channels);
+        else
+            head_loss(stage, batch->targets, N, 1, 1.0f / (float)batch->n_valid, 1, stream);
+        stage_take_loss(stage, stream);
+    }
+    for (int s = P - 1; s >= 0; s--) {
+        Stage *stage = &mesh_cell(mesh, 0, s)->stage, *before = s > 0 ? &mesh_cell(mesh, 0, s - 1)->stage : NULL;
+        const float *newest = ref->known[t - 1] + stage_floats_before(mesh, s);
+        if (!stash) reference_put(stage, newest, stream);
+        for (int64_t i = 0; delta != NULL && i < stage->arena_floats; i++) {
+            volatile float moved = (float)(P - 1 - s) * delta[s][i];
+            stage->params[i] = newest[i] - moved;
+        }
+        stage_round(stage, stream);
+        stage_backward(stage, 0, B, T, 1, NULL, stream);
+        if (before != NULL) memcpy(before->d.dx, stage->d.dx, sizeof(floatX) * (size_t)N * stage->config.channels);
+    }
+    ref->known[t] = (float *)malloc(sizeof(float) * (size_t)stage_floats_before(mesh, P));
+    for (int s = 0; s < P; s++) {
+        Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        reference_put(stage, ref->known[t - 1] + stage_floats_before(mesh, s), stream);
+        stage_update(stage, adam, lr, opts->wd, stage_grad_norm(stage, stream), opts->clip, t, stream);
+        memcpy(ref->known[t] + stage_floats_before(mesh, s), stage->params,
+               sizeof(float) * (size_t)stage->arena_floats);
+    }
+}
+
+// mode: stashing, without, and without but with PipeMare's correction by a delta that stays as it is.
+static void async_case(int P, int mode, const char *precision) {
+    static const char *const flags[] = {"", "--no-stash", "--no-stash"};
+    char words[1024];
+    float *deltas[6], **used = mode == 2 ? deltas : NULL;
+    AsyncReference ref;
+    memset(&ref, 0, sizeof ref);
+    snprintf(words, sizeof words, DEEP ASYNC "-y %d --precision %s %s", P, precision, flags[mode]);
+    MeshRun *run = mesh_run_open(words);
+    snprintf(words, sizeof words, DEEP "-n 12 --micro-batch 5 -y %d --precision %s", P, precision);
+    ref.run = mesh_run_open(words);
+    const Mesh *mesh = &run->trainer.mesh;
+    int64_t floats = stage_floats_before(mesh, P);
+    ref.known[0] = (float *)malloc(sizeof(float) * (size_t)floats);
+    for (int s = 0; s < P; s++) {
+        Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+        memcpy(ref.known[0] + stage_floats_before(mesh, s), stage->params, sizeof(float) * (size_t)stage->arena_floats);
+        deltas[s] = random_values(stage->arena_floats, 90 + (uint32_t)s, 1e-2f);
+        if (mode == 2) stage->delta = deltas[s];
+    }
+    for (int t = 1; t <= 9; t++) {
+        int differs = 0;
+        mesh_run_step(run);
+        reference_step(&ref, t, mode == 0, used);
+        for (int s = 0; s < P; s++) {
+            const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
+            differs |= memcmp(stage->params, ref.known[t] + stage_floats_before(mesh, s),
+                              sizeof(float) * (size_t)stage->arena_floats) != 0;
+        }
+        if (!check(!differs, "%d stages, mode %d, %s: other weights after micro-batch %d", P, mode, precision, t))
+            break;
+    }
+    Evaluation newest, expected; // of the newest weights, whatever the last micro-batch saw
+    Trainer *one = &run->trainer, *other = &ref.run->trainer;
+    memset(&expected, 0, sizeof expected);
+    if (evaluate(mesh_model(mesh, 0), &one->data, &one->tokenizer, 100, NULL, NULL, &newest, one->stream) ||
+        evaluate(mesh_model(&other->mesh, 0), &other->data, &other->tokenizer, 100, NULL, NULL, &expected,
+                 other->stream))
+        newest.loss = (double)NAN;
+    check(newest.loss == expected.loss, "%d stages, mode %d: held-out loss %g, expected %g", P, mode, newest.loss,
+          expected.loss);
+    for (int i = 0; i < 12; i++) free(ref.known[i]);
+    for (int s = 0; s < P; s++) free(deltas[s]);
+    mesh_run_close(run);
+    mesh_run_close(ref.run);
+}
+
+// An asynchronous pipeline against steps written out from the list of all versions, bit for bit; bf16 products see the
+// rounded copy of the version at work. Must fail for: a delay of P - s, the slot next to the right one, a backward with
+// the other version, bf16 copies of the version before, an evaluation of older weights.
+static void test_async_steps(void) {
+    write_corpus();
+    for (int mode = 0; mode < 3; mode++) {
+        async_case(3, mode, "fp32");
+        if (device_has_bf16()) async_case(4, mode, "bf16");
+    }
+    async_case(6, 0, "fp32");
+    async_case(1, 1, "fp32");
 }
 
 // The anchor: what it delivers is the gradient of the parameters of the step it claims, bit for bit, computed while the
@@ -6016,7 +6140,280 @@ static void test_codec_memory(void) {
     trainer->data.train.n_windows = windows;
     mesh_run_close(run);
 }
+
+// The versions' memory is what the plan says, and the optimizer's as ever.
+static void test_async_memory(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(DEEP ASYNC "-x 2 -y 4 --dp none");
+    const Trainer *trainer = &run->trainer;
+    MeshBytes bytes = mesh_bytes(trainer);
+    int64_t versions = 0, params = 0;
+    for (int i = 0; i < 8; i++) {
+        const Stage *stage = &trainer->mesh.cells[i].stage;
+        StageBytes plan = stage_bytes(stage, trainer->precision, trainer->threads);
+        check(stage->delay == 3 - i % 4, "stage %d has delay %d", i % 4, stage->delay);
+        check_bytes(plan.versions, allocated(stage->versions), "a stage's versions");
+        check_bytes(plan.versions, stage->delay * allocated(stage->params), "versions of its parameters");
+        versions += allocated(stage->versions), params += allocated(stage->params);
+    }
+    check_bytes(bytes.cells.versions, versions, "all versions");
+    check_bytes(bytes.cells.params, params, "all parameters");
+    MeshPlan plan = estimate_plan(trainer);
+    MeshEstimate estimate;
+    double estimated = 0.0, others = 0.0;
+    if (check(mesh_estimate(&estimate, &plan) == 0, "%s", error_message))
+        for (int s = 0; s < 4; s++) estimated += 2.0 * estimate.cells[s].version_bytes;
+    check_within(estimated, (double)versions, 0.02, "estimated versions"); // without alignment
+    double acts = estimate.cells[0].act_bytes, memory = estimate.cells[0].memory_bytes;
+    mesh_estimate_free(&estimate);
+    plan.stash = 0;
+    if (check(mesh_estimate(&estimate, &plan) == 0, "%s", error_message)) others = estimate.cells[0].version_bytes;
+    check(others == 0.0 && estimate.cells[0].act_bytes == acts && estimate.cells[0].memory_bytes < memory,
+          "versions without stashing: %g", others);
+    mesh_estimate_free(&estimate);
+    plan.asynchronous = 0;
+    check(mesh_estimate(&estimate, &plan) == 0 && estimate.cells[0].act_bytes < acts, "activations of one flight");
+    mesh_estimate_free(&estimate);
+    plan.asynchronous = 1, plan.micro_batch = 1;
+    check_plan_refused(&plan, "a step is one micro-batch");
+    mesh_run_close(run);
+}
 #endif
+
+// Which versions a stage sees, by hand for four stages; and the ring against the list of all weights there were: one
+// weight, a linear gradient, w_t = w_{t-1} - lr*g(w_{max(0, t-1-delay)}). Must fail for: a delay of one more or less, a
+// version that is overwritten too early.
+static void test_versions(void) {
+    static const int forward[8][4] = {{0, 0, 0, 0}, {0, 0, 0, 1}, {0, 0, 1, 2}, {0, 1, 2, 3},
+                                      {1, 2, 3, 4}, {2, 3, 4, 5}, {3, 4, 5, 6}, {4, 5, 6, 7}};
+    for (int done = 0; done < 8; done++) {
+        for (int s = 0; s < 4; s++) {
+            int delay = versions_delay(s, 4);
+            int64_t seen = versions_forward(delay, done);
+            check(seen == forward[done][s], "micro-batch %d, stage %d: version %lld", done + 1, s, (long long)seen);
+            check(versions_backward(delay, done, 1) == seen && versions_backward(delay, done, 0) == done,
+                  "micro-batch %d, stage %d: backward", done + 1, s);
+            check(versions_held(delay, done) == (done < delay ? done : delay), "held");
+            check(seen >= done - versions_held(delay, done), "version %lld is not held", (long long)seen);
+        }
+    }
+    for (int delay = 0; delay < 6; delay++) {
+        float older[6], known[41] = {1.5f}, weight = 1.5f;
+        for (int i = 0; i < 6; i++) older[i] = NAN;
+        for (int t = 1; t <= 40; t++) {
+            int64_t done = t - 1;
+            int slot = versions_slot(delay, done, versions_forward(delay, done));
+            float gradient = 0.7f * (slot < 0 ? weight : older[slot]) - 0.2f;
+            if (delay > 0) older[versions_next_slot(delay, done)] = weight;
+            weight -= 0.125f * gradient;
+            float seen = known[t - 1 - delay > 0 ? t - 1 - delay : 0], expected = 0.7f * seen - 0.2f;
+            known[t] = known[t - 1] - 0.125f * expected;
+            check(weight == known[t], "delay %d: %g after %d updates, expected %g", delay, (double)weight, t,
+                  (double)known[t]);
+            for (int age = 1; age <= versions_held(delay, t); age++)
+                check(older[versions_slot(delay, t, t - age)] == known[t - age], "delay %d: version %d", delay,
+                      t - age);
+        }
+    }
+}
+
+// Simulated seconds of one synchronous step of M micro-batches through P equal stages.
+static double sync_seconds(int P, int M, double F, double B) {
+    enum { MOST = 32 };
+    Work work[MOST][2 * MOST];
+    double now[MOST] = {0}, forward[MOST + 1][MOST] = {{0}}, backward[MOST + 1][MOST] = {{0}}, last = 0.0;
+    int next[MOST] = {0}, done[MOST][2] = {{0}}, left = 2 * P * M;
+    for (int s = 0; s < P; s++) schedule_1f1b(work[s], s, P, M);
+    while (left > 0) {
+        for (int s = 0; s < P; s++) {
+            Work w = work[s][next[s] < 2 * M ? next[s] : 0];
+            int is_forward = w.kind == WORK_FORWARD, m = w.micro_batch;
+            if (next[s] == 2 * M) continue;
+            if (is_forward ? s > 0 && done[s - 1][0] <= m : s < P - 1 && done[s + 1][1] <= m) continue;
+            double input = is_forward ? (s > 0 ? forward[s - 1][m] : 0.0) : s < P - 1 ? backward[s + 1][m] : 0.0;
+            now[s] = fmax(now[s], input) + (is_forward ? F : B);
+            (is_forward ? forward : backward)[s][m] = now[s];
+            done[s][!is_forward]++, next[s]++, left--;
+            last = fmax(last, now[s]);
+        }
+    }
+    return last;
+}
+
+// n micro-batches through P equal stages: when the last stage is through, or with drain all are. The seconds
+// are exact in binary.
+static double async_seconds(int P, int n, double F, double B, LinkSpeed speed, int64_t n_bytes, int drain) {
+    Flow flows[32];
+    Clock clocks[32];
+    double last = 0.0;
+    memset(clocks, 0, sizeof clocks);
+    for (int s = 0; s < P; s++) check(flow_init(&flows[s], versions_delay(s, P), P) == 0, "%s", error_message);
+    for (int t = 1; t <= n; t++) {
+        int work = 1;
+        for (int s = 0; s < P; s++) {
+            Flight *now = flow_now(&flows[s]);
+            now->seconds[FLOW_FORWARD] = F, now->seconds[FLOW_BACKWARD] = B - 0.25, now->seconds[FLOW_UPDATE] = 0.25;
+            now->bytes[0] = s < P - 1 ? n_bytes : 0, now->bytes[1] = s > 0 ? n_bytes : 0;
+            flow_record(&flows[s]);
+        }
+        while (work > 0) {
+            work = 0;
+            for (int s = 0; s < P; s++)
+                work += flow_advance(&flows[s], &clocks[s], s > 0 ? &flows[s - 1] : NULL,
+                                     s < P - 1 ? &flows[s + 1] : NULL, speed, drain && t == n);
+        }
+        for (int s = 0; s < P && !(drain && t == n); s++) {
+            int expected = t > flows[s].delay ? t - flows[s].delay : 0;
+            check(flows[s].forwards == t && flows[s].backwards == expected,
+                  "%d stages, micro-batch %d: stage %d has %lld", P, t, s, (long long)flows[s].backwards);
+        }
+    }
+    for (int s = 0; s < P; s++) {
+        last = fmax(last, clocks[s].now);
+        if (drain) check(flows[s].backwards == n, "%d stages: drained to %lld", P, (long long)flows[s].backwards);
+        flow_free(&flows[s]);
+    }
+    return last;
+}
+
+// Simulated time of equal stages by formula, against a synchronous step's of as many micro-batches as there are stages;
+// what messages and latency cost. Must fail for: a flush, one micro-batch in flight more or less, updates that hold
+// back the message before them.
+static void test_flow(void) {
+    LinkSpeed instant = {0.0, 0.0}, slow = {64.0, 0.5};
+    for (int P = 1; P <= 32; P *= 2) {
+        int n = 4 * P + 3;
+        double F = 1.0, B = 2.0, async = async_seconds(P, n, F, B, instant, 1000, 0);
+        check(async == (P - 1) * F + n * (F + B), "%d stages, %d micro-batches: %g s", P, n, async);
+        double sync = sync_seconds(P, P, F, B);
+        check(sync == (2 * P - 1) * (F + B), "synchronous: %d stages, %g s", P, sync);
+        double rate = (async_seconds(P, 2 * n, F, B, instant, 0, 0) - async) / n;
+        check(rate == F + B && sync / P == rate * (2.0 - 1.0 / P), "%d stages: %g s a micro-batch, synchronous %g", P,
+              rate, sync / P);
+        double drained = async_seconds(P, n, F, B, instant, 0, 1);
+        check(drained == async + (P - 1) * (B - 0.25), "%d stages: drained after %g s, not drained %g s", P, drained,
+              async);
+        // messages of a second and half a second of latency; all updates but one's fall into the wait for answers
+        double far = (async_seconds(P, 12 * P, F, B, slow, 64, 0) - async_seconds(P, 8 * P, F, B, slow, 64, 0)) / 4.0;
+        double round = P * (F + B - 0.25) + 0.25 + 2.0 * 1.5 * (P - 1);
+        check(far == round, "%d stages: %g s for as many micro-batches, expected %g", P, far, round);
+    }
+}
+
+// A run's micro-batches come in the time of the slowest stage's forward and backward, where synchronous steps of one
+// micro-batch take all stages' time; estimates say the same, and bound what messages cost.
+static void test_async_clock(void) {
+    static const int stages[] = {2, 3, 6};
+    char words[512];
+    write_corpus();
+    for (int i = 0; i < 3; i++) {
+        int P = stages[i];
+        double flops = 0.0, all = 0.0, at[4], far;
+        snprintf(words, sizeof words, DEEP ASYNC QUIET "-b 2 --micro-batch 2 -y %d --device-tflops 2e-6", P);
+        MeshRun *run = mesh_run_open(words);
+        Mesh *mesh = &run->trainer.mesh;
+        for (int s = 0; s < P; s++) {
+            double stage = 3.0 * stage_flops(&mesh_cell(mesh, 0, s)->stage, 32, 16);
+            flops = fmax(flops, stage), all += stage;
+        }
+        for (int step = 0; step < 2 * P; step++) mesh_run_step(run);
+        double before = mesh_now(mesh);
+        for (int step = 0; step < 4; step++) mesh_run_step(run);
+        check_within((mesh_now(mesh) - before) / 4.0, flops / 2e6, 1e-7, words);
+        MeshPlan plan = estimate_plan(&run->trainer);
+        MeshEstimate estimate;
+        plan.link_mbps = 1e9;
+        if (check(mesh_estimate(&estimate, &plan) == 0, "%s", error_message))
+            check_within(estimate.step_s, flops / 2e6, 0.02, "estimated step");
+        mesh_estimate_free(&estimate);
+        mesh_run_close(run);
+        snprintf(words, sizeof words, DEEP QUIET "-b 2 --micro-batch 2 -y %d --device-tflops 2e-6", P);
+        run = mesh_run_open(words);
+        for (int step = 0; step < 2; step++) mesh_run_step(run), at[step] = mesh_now(&run->trainer.mesh);
+        check_within(at[1] - at[0], all / 2e6, 1e-7, "a synchronous step of one micro-batch");
+        mesh_run_close(run);
+        // Messages of 32 tokens of 24 values of 4 bytes, and 1 s of latency: the first stage waits for the answers to P
+        // micro-batches. The estimate takes the slowest stage for all.
+        snprintf(words, sizeof words,
+                 DEEP ASYNC QUIET "-b 2 --micro-batch 2 -y %d --device-tflops 2e-6 --link-ms 1000 --link-mbps 1", P);
+        run = mesh_run_open(words);
+        mesh = &run->trainer.mesh;
+        for (int step = 0; step < 4; step++) {
+            for (int k = 0; k < P; k++) mesh_run_step(run);
+            at[step] = mesh_now(mesh);
+        }
+        far = (at[3] - at[1]) / (2.0 * P);
+        check_within(far, (all / 2e6 + 2.0 * (P - 1) * (1.0 + 32 * 24 * 4 / 125e3)) / P, 1e-7, "far away stages");
+        plan = estimate_plan(&run->trainer);
+        if (check(mesh_estimate(&estimate, &plan) == 0, "%s", error_message))
+            check(far <= estimate.step_s && far >= 0.75 * estimate.step_s, "%d stages: %g s, estimated %g", P, far,
+                  estimate.step_s);
+        mesh_estimate_free(&estimate);
+        mesh_run_close(run);
+    }
+}
+
+// The versions that a run logs, by hand for four stages and the first eight micro-batches.
+static void check_logged_versions(const char *run, int stash) {
+    static const int forward[8][4] = {{0, 0, 0, 0}, {0, 0, 0, 1}, {0, 0, 1, 2}, {0, 1, 2, 3},
+                                      {1, 2, 3, 4}, {2, 3, 4, 5}, {3, 4, 5, 6}, {4, 5, 6, 7}};
+    json_t *steps = logged_steps(run);
+    check(json_array_size(steps) == 8, "%zu steps", json_array_size(steps));
+    for (size_t t = 0; t < json_array_size(steps); t++) {
+        json_t *list = json_object_get(json_array_get(steps, t), "versions"), *expected = json_array();
+        for (int s = 0; s < 4; s++)
+            json_array_append_new(expected, json_pack("[i, i]", forward[t][s], stash ? forward[t][s] : (int)t));
+        check(json_equal(list, expected), "%s: versions of micro-batch %zu", run, t + 1);
+        json_decref(expected);
+    }
+    json_decref(steps);
+}
+
+// Runs: one stage is the synchronous run bit for bit; versions and delays in the log; resumed or not the same bits,
+// with a ring that is not full yet, with the anchor, outer steps and a codec that remembers; what is refused.
+static void test_async_runs(void) {
+    static const char *const variants[] = {"-y 6", "-y 3 --no-stash --link-mbps 1", "-y 4 -p 0.5 -x 2 --anchor-delay 3",
+                                           "-y 2 -x 2 --local-steps 4", "-y 3 --codec aqsgd -x 1 --link-mbps 1"};
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    char words[256], whole[32], parts[32];
+    write_corpus();
+    check_run(0, NULL, DEEP "-n 8 --micro-batch 5 -y 1 -o @/plain", "done: 8 steps");
+    check_run(0, NULL, DEEP "-n 8 --micro-batch 0 -y 1 --schedule async -o @/alone", "done: 8 steps");
+    check_same_latest("plain", "alone", files, 2, "one stage");
+    char *a = logged_losses("plain"), *b = logged_losses("alone");
+    check(strlen(a) > 80 && strcmp(a, b) == 0, "one stage: other losses\n%s\n%s", a, b);
+    free(a);
+    free(b);
+    check_run(0, NULL, DEEP ASYNC "-n 8 -y 4 -o @/stash", "stage 0: layers 0..0, embedding, ");
+    check(strstr(run_output, " parameters, 3 updates behind\n") != NULL &&
+              strstr(run_output, "older weights (fp32)") != NULL &&
+              strstr(run_output, "backward with the forward's weights\n") != NULL,
+          "%s", run_output);
+    check_run(0, NULL, DEEP ASYNC "-n 8 -y 4 --no-stash -o @/loose", "backward with the newest weights");
+    check_run(0, NULL, DEEP ASYNC "-n 8 -y 4 --threads 1 -o @/thread", "done: 8 steps");
+    check_logged_versions("stash", 1);
+    check_logged_versions("loose", 0);
+    check_same_latest("stash", "thread", files, 2, "one thread");
+    check(!same_file("stash/latest/model.bin", "loose/latest/model.bin"), "stashing changes nothing");
+    char *log = read_text("stash/log.jsonl");
+    check(strstr(log, "\"delays\":[3,2,1,0]") != NULL, "no delays in the log");
+    free(log);
+    for (int i = 0; i < 5; i++) {
+        snprintf(words, sizeof words, ASYNC "-n 11 --wire bf16 %s", variants[i]);
+        snprintf(whole, sizeof whole, "aw%d", i);
+        snprintf(parts, sizeof parts, "ap%d", i);
+        check_resumed(words, whole, parts);
+        check_same_latest(whole, parts, files, 2, variants[i]);
+    }
+    check_run(1, NULL, "-o @/aw0 --resume -n 20 --schedule sync", "--schedule differs");
+    check_run(1, NULL, DEEP "-n 4 -y 2 --no-stash -o @/no", "goes with --schedule async");
+    check_run(1, NULL, DEEP "-n 4 -y 2 --schedule async -o @/no", "--micro-batch 2: with --schedule async");
+    check_run(1, NULL, DEEP ASYNC "-y 2 --no-stash --recompute -o @/no", "recompute activations");
+    check_run(1, NULL, DEEP ASYNC "-y 2 --no-stash --probe 2 -o @/no", "a second pass");
+    check_run(0, NULL, DEEP ASYNC "-n 4 -y 3 --probe 2 -p 0.5 -x 2 --recompute -o @/probed", "done: 4 steps");
+    check_run(0, NULL, DEEP ASYNC "-n 4 -y 3 -p 0.5 -x 2 -o @/unprobed", "done: 4 steps");
+    check_same_latest("probed", "unprobed", files, 2, "a probe");
+}
 
 // Bytes that --dry-run estimates of tables and factors, against those of a run: a delivery to one replica. Must fail
 // for: a table that is counted once and not on both sides, factors that are not sent, the embedding at each delivery.
@@ -6097,6 +6494,12 @@ static void test_device_mesh(void) {
     check_run(0, NULL, "-o @/klt_parts --resume", "done: 5 steps");
     check(same_file("klt/latest/model.bin", "klt_parts/latest/model.bin"), "klt: resumed, other weights");
     check(same_file("klt/latest/anchor.bin", "klt_parts/latest/anchor.bin"), "klt: resumed, other tables");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --schedule async -o @/async", "done: 5 steps");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --schedule async -o @/async_parts --stop-after 3", "stopped after");
+    check_run(0, NULL, "-o @/async_parts --resume", "done: 5 steps");
+    check_same_latest("async", "async_parts", files, 4, "an asynchronous mesh");
+    check_run(0, NULL, TINY_MESH "--micro-batch 2 --probe 0 --schedule async --no-stash -o @/loose", "done: 5 steps");
+    check(!same_file("async/latest/model.bin", "loose/latest/model.bin"), "stashing changes nothing");
     static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
     for (int i = 0; i < 4; i++) {
         char command[1024];
@@ -6162,6 +6565,8 @@ static const struct {
     {"corrected_step", test_corrected_step},
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
+    {"async_steps", test_async_steps},
+    {"async_memory", test_async_memory},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -6204,6 +6609,10 @@ static const struct {
     {"codec_runs", test_codec_runs},
     {"codec_study", test_codec_study},
     {"anchor_threads", test_anchor_threads},
+    {"versions", test_versions},
+    {"flow", test_flow},
+    {"async_clock", test_async_clock},
+    {"async_runs", test_async_runs},
 };
 
 // What a run of all tests leaves out: in a build whose activations are bf16 much is not exact, and the emulator is

@@ -38,6 +38,7 @@
 #include "llmc/error.h"
 #include "llmc/estimate.h"
 #include "llmc/file.h"
+#include "llmc/flow.h"
 #include "llmc/host_memory.h"
 #include "llmc/link.h"
 #include "llmc/model_file.h"
@@ -46,6 +47,7 @@
 #include "llmc/safetensors.h"
 #include "llmc/schedule.h"
 #include "llmc/tokenizer.h"
+#include "llmc/versions.h"
 
 // Ops come in pairs of one name: those of the CPU, and of a CUDA device (make DEVICE=cuda).
 #ifdef DEVICE_CUDA
@@ -104,7 +106,7 @@ typedef struct {
     int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
-    int codec_coding, klt_predict, anchor_use;
+    int codec_coding, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
@@ -158,6 +160,8 @@ static const Option option_table[] = {
 { "",   "klt-metric",    OPTION_FLOAT,  FIELD(klt_metric),   "1",    0,     1,      NULL, "klt: states are coded by what the loss feels: power of their gradients' covariance; 0 = all errors count alike" },
 { "-x", "replicas",      OPTION_INT,    FIELD(replicas),     "0",    0,     MESH_MAX_REPLICAS, NULL, "replicas, the anchor among them; 0 = 2 if -p or a codec is given, else 1" },
 { "-y", "stages",        OPTION_INT,    FIELD(stages),       "0",    0,     4096,   NULL, "pipeline stages; 0 = min(4, layers) if -p or a codec is given, else 1" },
+{ "",   "schedule",      OPTION_CHOICE, FIELD(schedule),     "sync", 0,     0,      "sync|async", "sync: stages wait for a whole step; async: a step is one micro-batch, and stages run ahead with older weights" },
+{ "",   "no-stash",      OPTION_FLAG,   FIELD(no_stash),     "0",    0,     1,      NULL, "--schedule async: backward with the newest weights, not with those of the forward" },
 { "",   "wire",          OPTION_CHOICE, FIELD(wire),         "bf16", 0,     0,      "bf16|fp32", "type of values between cells" },
 { "",   "mask-scale",    OPTION_CHOICE, FIELD(mask_scale),   "none", 0,     0,      "none|sqrt|inverse", "survivors of the mask times 1, sqrt(H/K) or H/K" },
 { "",   "anchor",        OPTION_INT,    FIELD(anchor),       "-1",   -1,    1,      NULL, "the last replica is the anchor: 1 or 0; -1 = if boundaries are compressed and -x is 2 or more" },
@@ -201,6 +205,7 @@ enum { OPTION_COUNT = sizeof option_table / sizeof *option_table };
 typedef enum { ANCHOR_USE_FILTER, ANCHOR_USE_BIAS, ANCHOR_USE_BOTH, ANCHOR_USE_NONE } AnchorUse;
 
 enum { PRECISION_OPTION_AUTO, PRECISION_OPTION_BF16, PRECISION_OPTION_FP32 };
+enum { SCHEDULE_SYNC, SCHEDULE_ASYNC };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Model
@@ -287,11 +292,16 @@ typedef struct Stage {
     int n_tensors;
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
-    uint16_t *rounded;             // bf16 copy of params for the products, or NULL
+    float *used;                   // the weights at work: params, or an older version of them
+    uint16_t *rounded;             // bf16 copy of those for the products, or NULL
+    // of an asynchronous pipeline: by how many updates forwards are behind, and the versions before params (versions.h)
+    int delay;
+    float *versions; // (delay, arena_floats); NULL: delay 0
+    float *delta;    // mean change of an update where backwards correct for the delay with it, else NULL
     // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
     // left out, the averaged pseudo-gradient that waits to be merged
     float *global, *outer, *error, *pending;
-    ModelTensors p, g;
+    ModelTensors p, g; // of `used` and grads
     // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
     int max_B, max_T, slots, recompute, training, n_moments;
     int meets;     // keeps the state of outer steps
@@ -381,12 +391,10 @@ static int stage_table(Stage *stage, const Config *config, int first_layer, int 
     return 0;
 }
 
-// Points a ModelTensors into an arena of the table's layout.
-static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
+// Points a ModelTensors that has its layers into an arena of the table's layout.
+static void model_point(ModelTensors *view, const Stage *stage, float *arena) {
     int L = stage->n_layers;
     const Tensor *tensor = stage->tensors;
-    view->layers = (LayerTensors *)calloc((size_t)L, sizeof(LayerTensors));
-    if (view->layers == NULL) return error_set("out of memory for %d layers", L);
     if (stage->has_embed) view->embed = arena + tensor++->offset;
     for (int l = 0; l < L; l++) {
         LayerTensors *layer = &view->layers[l];
@@ -398,15 +406,23 @@ static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
         layer->down = arena + tensor[8].offset;
         tensor += TENSORS_PER_LAYER;
     }
-    if (!stage->has_head) return 0;
+    if (!stage->has_head) return;
     view->norm = arena + tensor[0].offset;
     view->head = stage->config.tied ? view->embed : arena + tensor[1].offset;
+}
+
+// The same for a new one.
+static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
+    view->layers = (LayerTensors *)calloc((size_t)stage->n_layers, sizeof(LayerTensors));
+    if (view->layers == NULL) return error_set("out of memory for %d layers", stage->n_layers);
+    model_point(view, stage, arena);
     return 0;
 }
 
 static void stage_free(Stage *stage) {
     device_free(stage->params);
     device_free(stage->rounded);
+    device_free(stage->versions);
     device_free(stage->grads);
     device_free(stage->m);
     device_free(stage->v);
@@ -518,11 +534,12 @@ static int64_t larger(int64_t a, int64_t b) {
 
 // What a stage takes, in bytes.
 typedef struct {
-    int64_t params, rounded, grads, moments, outer, acts, scratch;
+    int64_t params, rounded, versions, grads, moments, outer, acts, scratch;
 } StageBytes;
 
 static int64_t stage_bytes_sum(const StageBytes *bytes) {
-    return bytes->params + bytes->rounded + bytes->grads + bytes->moments + bytes->outer + bytes->acts + bytes->scratch;
+    return bytes->params + bytes->rounded + bytes->versions + bytes->grads + bytes->moments + bytes->outer +
+           bytes->acts + bytes->scratch;
 }
 
 // 1 if a quarter of the memory stays free beside so many bytes, or the memory is not known: there is no device.
@@ -542,7 +559,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_bytes, attention};
+    StageBytes bytes = {floats * 4, 0, floats * 4 * stage->delay, 0, 0, 0, stage->acts_bytes, attention};
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
@@ -552,8 +569,8 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     return bytes;
 }
 
-// Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments
-// and meets may be changed before.
+// Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments,
+// meets and delay may be changed before.
 static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     size_t n = (size_t)stage->slots * (size_t)stage->n_layers;
     stage->max_B = B, stage->max_T = T, stage->training = training, stage->recompute = recompute;
@@ -587,6 +604,8 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     stage->params = (float *)device_alloc(bytes);
     if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
+    stage->used = stage->params;
+    if (plan.versions > 0 && (stage->versions = (float *)device_alloc((size_t)plan.versions)) == NULL) return -1;
     if (stage->training) {
         if ((stage->grads = (float *)device_alloc(bytes)) == NULL) return -1;
         if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(bytes)) == NULL) return -1;
@@ -610,7 +629,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
 
 // A weight of this stage as the products take it.
 static Weight stage_weight(const Stage *stage, const float *weight) {
-    Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->params) : NULL};
+    Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->used) : NULL};
     return view;
 }
 
@@ -619,13 +638,44 @@ static void stage_round(Stage *stage, Stream *stream) {
     for (int i = 0; stage->rounded != NULL && i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
         if (t->n_dims == 2)
-            bf16_round(stage->rounded + t->offset, stage->params + t->offset, t->shape[0], t->shape[1], t->shape[1],
+            bf16_round(stage->rounded + t->offset, stage->used + t->offset, t->shape[0], t->shape[1], t->shape[1],
                        stream);
     }
 }
 
 static void model_round(Stage *model, Stream *stream) {
     for (Stage *stage = model; stage != NULL; stage = stage->next) stage_round(stage, stream);
+}
+
+// Lets the stage work with other weights, an arena of its table's layout; stage_round is due then.
+static void stage_use(Stage *stage, float *weights) {
+    stage->used = weights;
+    model_point(&stage->p, stage, weights);
+}
+
+// Where the weights of a version lie that the stage still has, after `done` updates.
+static float *stage_version(const Stage *stage, int64_t done, int64_t version) {
+    int slot = versions_slot(stage->delay, done, version);
+    return slot < 0 ? stage->params : stage->versions + slot * stage->arena_floats;
+}
+
+// Keeps the newest weights as an older version, before the update that makes version done + 1 of them.
+static void stage_keep_version(Stage *stage, int64_t done) {
+    if (stage->delay == 0) return;
+    float *to = stage->versions + versions_next_slot(stage->delay, done) * stage->arena_floats;
+    device_copy(to, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+}
+
+// What stands for the forward's weights in a backward without stashed ones: w - delay*delta (PipeMare: Yang et al.
+// 2021). It lies where the coming update keeps the newest weights; what the forward has used is gone then.
+static float *stage_corrected(Stage *stage, int64_t done) {
+    int64_t n = stage->arena_floats;
+    float *to = stage->versions + versions_next_slot(stage->delay, done) * n;
+    device_copy(to, stage->delta, sizeof(float) * (size_t)n, stage->stream);
+    vector_scale(to, n, (float)stage->delay, stage->stream);
+    vector_subtract(to, stage->params, n, stage->stream);
+    vector_scale(to, n, -1.0f, stage->stream);
+    return to;
 }
 
 // Random weights: normal with each tensor's deviation (the two products that write the residual stream are smaller by
@@ -721,18 +771,24 @@ static int model_load(Stage *model, const ModelFile *file, int check) {
     return 0;
 }
 
-// Declares (begun = 0) or writes the tensors of one arena of all the model's stages, as prefix + their name.
+// Declares (begun = 0) or writes the tensors of an arena of a stage, as prefix + their name.
+static int stage_put(SafeTensorsWriter *writer, int begun, const Stage *stage, const float *arena, const char *prefix,
+                     Dtype dtype) {
+    char name[128];
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        snprintf(name, sizeof name, "%s%s", prefix, tensor->name);
+        if (!begun && safetensors_declare(writer, name, dtype, tensor->shape, tensor->n_dims)) return -1;
+        if (begun) stage_append(stage, writer, arena + tensor->offset, tensor->n, dtype);
+    }
+    return 0;
+}
+
+// The same for all stages of a model.
 static int model_put_arena(SafeTensorsWriter *writer, int begun, const Stage *model, Arena arena, const char *prefix,
                            Dtype dtype) {
-    char name[128];
-    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
-        for (int i = 0; i < stage->n_tensors; i++) {
-            const Tensor *tensor = &stage->tensors[i];
-            snprintf(name, sizeof name, "%s%s", prefix, tensor->name);
-            if (!begun && safetensors_declare(writer, name, dtype, tensor->shape, tensor->n_dims)) return -1;
-            if (begun) stage_append(stage, writer, stage_arena(stage, arena) + tensor->offset, tensor->n, dtype);
-        }
-    }
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        if (stage_put(writer, begun, stage, stage_arena(stage, arena), prefix, dtype)) return -1;
     return 0;
 }
 
@@ -1209,7 +1265,9 @@ typedef struct {
     float *powersgd_q; // warm starts of the stage's matrices, one after the other; NULL unless replicas meet
     float grad_scale;  // 1 / targets that the step's loss counts
     double grad_norm, loss_sum;
+    int64_t forward_version, backward_version; // of the weights that the last micro-batch saw; asynchronous
     Clock clock;
+    Flow flow;        // of an asynchronous pipeline
     double averaging; // simulated time to which the average at work has come
     double *merge_at; // (fragments) simulated time at which the average in flight is complete
     Sent step, total;
@@ -1224,6 +1282,7 @@ typedef struct {
 
 typedef struct {
     int n_replicas, n_stages; // of the fast circuit
+    int asynchronous, stash;  // a step is one micro-batch, seen by versions of the weights; backward by the forward's
     int micro_batch;
     Cell *cells;              // (n_replicas, n_stages)
     Link *forward, *backward; // (n_replicas, n_stages - 1)
@@ -1301,6 +1360,7 @@ static void mesh_free(Mesh *mesh) {
         free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
         free(mesh->cells[i].schedule);
+        flow_free(&mesh->cells[i].flow);
         device_free(mesh->cells[i].powersgd_q);
         free(mesh->cells[i].merge_at);
     }
@@ -1346,7 +1406,8 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     return 0;
 }
 
-// Sets sizes and schedules for steps of `batch` sequences; counts memory, allocates nothing large.
+// Sets sizes and schedules for steps of `batch` sequences; counts memory, allocates nothing large. mesh->asynchronous
+// and stash are set before; an asynchronous step is one micro-batch.
 static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
     int n_micro = training ? (batch + micro_batch - 1) / micro_batch : 1;
     mesh->micro_batch = micro_batch;
@@ -1355,6 +1416,9 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
         int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
+        cell->stage.delay = mesh->asynchronous ? versions_delay(cell->index, mesh->n_stages) : 0;
+        flow_free(&cell->flow);
+        if (mesh->asynchronous && flow_init(&cell->flow, cell->stage.delay, mesh->n_stages)) return -1;
         if (stage_plan(&cell->stage, micro_batch, T, training, recompute)) return -1;
         free(cell->schedule);
         cell->n_work = 2 * n_micro;
@@ -1469,7 +1533,7 @@ static void mesh_spread(Mesh *mesh) {
 // A pass of batches through pipelines.
 typedef struct {
     const Batch *batches; // (n_replicas)
-    int64_t step;         // names the masks
+    int64_t step;         // steps done: names the masks and the versions of weights
     int masked;           // 0: boundaries travel whole
     int counted;          // 0: a measurement, neither bytes nor simulated time count
     StepTimes *times;
@@ -1502,14 +1566,40 @@ static int64_t cell_encode(Mesh *mesh, const CodecContext *context, const floatX
                         mesh->message_bytes, mesh->streams[gpu]);
 }
 
-// Sends the message that lies in mesh->message.
+// Books time the cell computes. That of an asynchronous pipeline passes once the step is whole (flow.h).
+static void cell_spend(Mesh *mesh, Cell *cell, FlowPart part, double time) {
+    if (mesh->asynchronous)
+        flow_now(&cell->flow)->seconds[part] += time;
+    else
+        clock_compute(&cell->clock, time);
+}
+
+// Sends the message that lies in mesh->message. kind: forward or backward.
 static int cell_send(Mesh *mesh, Cell *cell, Link *link, int64_t n_bytes, Traffic kind, int counted) {
     double arrival = 0.0;
     if (counted) {
         cell->step.bytes[kind] += n_bytes;
-        arrival = clock_send(&cell->clock, mesh->speed, n_bytes);
+        if (mesh->asynchronous)
+            flow_now(&cell->flow)->bytes[kind] += n_bytes;
+        else
+            arrival = clock_send(&cell->clock, mesh->speed, n_bytes);
     }
     return link_send(link, mesh->message, n_bytes, arrival);
+}
+
+// Ends a step of asynchronous pipelines in simulated time. drain: no other follows.
+static void mesh_flow(Mesh *mesh, int drain) {
+    int n_cells = mesh->n_replicas * mesh->n_stages, work = 1;
+    for (int i = 0; i < n_cells; i++) flow_record(&mesh->cells[i].flow);
+    while (work > 0) {
+        work = 0;
+        for (int i = 0; i < n_cells; i++) {
+            Cell *cell = &mesh->cells[i];
+            Flow *before = cell->index > 0 ? &cell[-1].flow : NULL;
+            Flow *behind = cell->index + 1 < mesh->n_stages ? &cell[1].flow : NULL;
+            work += flow_advance(&cell->flow, &cell->clock, before, behind, mesh->speed, drain);
+        }
+    }
 }
 
 // Takes the next message of a link that has one and decodes it into x, which a GPU holds.
@@ -1561,6 +1651,17 @@ static int cells_are_timed(const Mesh *mesh) {
     return mesh->n_replicas * mesh->n_stages > 1 && mesh->device_flops == 0.0;
 }
 
+// Gives a backward the weights it sees. The forward's are at work.
+static void cell_turn(const Mesh *mesh, Cell *cell, int64_t done) {
+    Stage *stage = &cell->stage;
+    int64_t version = cell->backward_version = versions_backward(stage->delay, done, mesh->stash);
+    int corrects = !mesh->stash && stage->delta != NULL && stage->delay > 0;
+    if (!corrects && version == cell->forward_version) return;
+    float *weights = corrects ? stage_corrected(stage, done) : stage_version(stage, done, version);
+    stage_use(stage, weights);
+    stage_round(stage, stage->stream);
+}
+
 // Does the cell's next work: receive, compute, send.
 static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Work work = cell->schedule[cell->next_work++];
@@ -1597,6 +1698,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         if (!stage->has_head && cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx,
                                              N, pass->counted, gpu))
             return -1;
+        if (mesh->asynchronous) cell_turn(mesh, cell, pass->step);
         stage_backward(stage, slot, B, T, is_first, is_last ? &hook : NULL, stream);
         if (!stage->has_embed) {
             to = link_before(mesh, mesh->backward, cell);
@@ -1609,15 +1711,21 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
         pass->times->backward += backward, pass->times->forward += took - backward;
     }
-    if (pass->counted) clock_compute(&cell->clock, mesh->device_flops > 0.0 ? flops / mesh->device_flops : took);
+    if (pass->counted)
+        cell_spend(mesh, cell, work.kind == WORK_FORWARD ? FLOW_FORWARD : FLOW_BACKWARD,
+                   mesh->device_flops > 0.0 ? flops / mesh->device_flops : took);
     if (n_bytes < 0 || sum.failed || stream_check(stream)) return -1;
     Traffic kind = work.kind == WORK_FORWARD ? TRAFFIC_FORWARD : TRAFFIC_BACKWARD;
     return to == NULL ? 0 : cell_send(mesh, cell, to, n_bytes, kind, pass->counted);
 }
 
-// Before a pass: all GPUs of a cell have its parameters, and begin.
-static int cell_begin(Mesh *mesh, Cell *cell) {
+// Before a pass: all GPUs of a cell have its parameters, an asynchronous one the version of its forward, and begin.
+static int cell_begin(Mesh *mesh, Cell *cell, int64_t done) {
     float *params[MAX_GPUS];
+    if (mesh->asynchronous) {
+        cell->forward_version = versions_forward(cell->stage.delay, done);
+        stage_use(&cell->stage, stage_version(&cell->stage, done, cell->forward_version));
+    }
     for (int g = 0; g < mesh->n_gpus; g++) params[g] = cell_stage(cell, g)->params;
     if (mesh->n_gpus > 1 && (nccl_share(mesh->nccl, params, cell->stage.arena_floats, mesh->streams) ||
                              nccl_wait(mesh->nccl, mesh->streams)))
@@ -1629,8 +1737,9 @@ static int cell_begin(Mesh *mesh, Cell *cell) {
     return stream_check(mesh->stream);
 }
 
-// After a pass: the first GPU's gradients are the sum, and the loss is known.
+// After a pass: the first GPU's gradients are the sum, the loss is known, the newest weights are at work.
 static int cell_end(Mesh *mesh, Cell *cell) {
+    stage_use(&cell->stage, cell->stage.params);
     if (mesh->n_gpus > 1 && nccl_wait(mesh->nccl, mesh->streams)) return -1;
     cell->loss_sum = 0.0;
     for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
@@ -1647,7 +1756,7 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     int from = first * mesh->n_stages, to = last * mesh->n_stages, left = 0;
     for (int i = from; i < to; i++) {
         Cell *cell = &mesh->cells[i];
-        if (cell_begin(mesh, cell)) return -1;
+        if (cell_begin(mesh, cell, pass->step)) return -1;
         cell->next_work = 0;
         left += cell->n_work;
     }
@@ -2745,6 +2854,14 @@ static int run_open_log(Run *run, int64_t resume_step) {
     return run->log != NULL ? 0 : error_set("%s: open: %s", path, strerror(errno));
 }
 
+// By how many updates the forwards of each stage are behind.
+static json_t *delays_to_json(const Mesh *mesh) {
+    json_t *list = json_array();
+    for (int s = 0; s < mesh->n_stages; s++)
+        json_array_append_new(list, json_integer(mesh_cell(mesh, 0, s)->stage.delay));
+    return list;
+}
+
 // The start line: every setting, the versions and the machine.
 static void run_log_start(Trainer *trainer, const char *kind) {
     char library[64];
@@ -2756,6 +2873,7 @@ static void run_log_start(Trainer *trainer, const char *kind) {
         "train_windows", (json_int_t)trainer->data.train.n_windows, "steps", (json_int_t)trainer->n_steps, "warmup",
         (json_int_t)trainer->warmup, "seq", trainer->T, "options",
         cli_to_json(option_table, OPTION_COUNT, &trainer->opts), "config", config_to_json(&trainer->config, "float32"));
+    if (trainer->mesh.asynchronous) json_object_set_new(line, "delays", delays_to_json(&trainer->mesh));
     run_append(&trainer->run, line);
 }
 
@@ -2846,7 +2964,18 @@ static int load_codec(const SafeTensors *file, const CodecEnd *ends, int n_bound
     return 0;
 }
 
-// Writes a replica's state: its arenas, for each stage the warm starts as one row, and what the codec remembers.
+// Declares (begun = 0) or writes the older versions of a stage's weights, by how many updates they are behind.
+static int stage_put_versions(SafeTensorsWriter *writer, int begun, const Stage *stage, int64_t done) {
+    char prefix[32];
+    for (int age = 1; age <= versions_held(stage->delay, done); age++) {
+        snprintf(prefix, sizeof prefix, "older.%d.", age);
+        if (stage_put(writer, begun, stage, stage_version(stage, done, done - age), prefix, DTYPE_F32)) return -1;
+    }
+    return 0;
+}
+
+// Writes a replica's state: its arenas, for each stage the older versions of its weights and the warm starts as one
+// row, and what the codec remembers.
 static int replica_save(const Trainer *trainer, const char *folder, int replica) {
     char path[PATH_MAX], name[64];
     Arena arenas[8];
@@ -2864,6 +2993,7 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             const Cell *cell = mesh_cell(mesh, replica, s);
             int64_t floats = cell_powersgd_floats(trainer, cell);
             snprintf(name, sizeof name, "powersgd.%d", s);
+            if (stage_put_versions(&writer, begun, &cell->stage, trainer->progress.step)) return -1;
             if (floats == 0) continue;
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
             if (begun) stage_append(&cell->stage, &writer, cell->powersgd_q, floats, DTYPE_F32);
@@ -2882,6 +3012,27 @@ static const SafeTensor *state_tensor(const SafeTensors *file, const char *name,
     return NULL;
 }
 
+// An arena of a stage from a state file whose tensors are prefix + name.
+static int stage_load(Stage *stage, float *arena, const SafeTensors *file, const char *prefix) {
+    char name[128];
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        snprintf(name, sizeof name, "%s%s", prefix, t->name);
+        const SafeTensor *tensor = state_tensor(file, name, t->n);
+        if (tensor == NULL || stage_read(stage, arena + t->offset, t->n, tensor, 0)) return -1;
+    }
+    return 0;
+}
+
+static int stage_load_versions(Stage *stage, const SafeTensors *file, int64_t done) {
+    char prefix[32];
+    for (int age = 1; age <= versions_held(stage->delay, done); age++) {
+        snprintf(prefix, sizeof prefix, "older.%d.", age);
+        if (stage_load(stage, stage_version(stage, done, done - age), file, prefix)) return -1;
+    }
+    return 0;
+}
+
 static int replica_load(Trainer *trainer, const char *folder, int replica) {
     char path[PATH_MAX], name[128];
     Arena arenas[8];
@@ -2894,14 +3045,9 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
     for (int s = 0; s < mesh->n_stages && result == 0; s++) {
         Cell *cell = mesh_cell(mesh, replica, s);
         Stage *stage = &cell->stage;
-        for (int a = 0; a < n && result == 0; a++) {
-            for (int i = 0; i < stage->n_tensors && result == 0; i++) {
-                snprintf(name, sizeof name, "%s%s", prefixes[a], stage->tensors[i].name);
-                const SafeTensor *tensor = state_tensor(&file, name, stage->tensors[i].n);
-                float *to = stage_arena(stage, arenas[a]) + stage->tensors[i].offset;
-                result = tensor == NULL ? -1 : stage_read(stage, to, stage->tensors[i].n, tensor, 0);
-            }
-        }
+        for (int a = 0; a < n && result == 0; a++)
+            result = stage_load(stage, stage_arena(stage, arenas[a]), &file, prefixes[a]);
+        if (result == 0) result = stage_load_versions(stage, &file, trainer->progress.step);
         int64_t floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
@@ -3130,24 +3276,59 @@ static Arena result_arena(const Trainer *trainer) {
     return mesh_model(&trainer->mesh, 0)->meets ? ARENA_GLOBAL : ARENA_PARAMS;
 }
 
+// The simulated time of an asynchronous pipeline's stage, for run.json: micro-batches simulated, and those of which
+// something is left: seconds, bytes, arrivals.
+static json_t *flow_to_json(const Flow *flow) {
+    json_t *flights = json_array();
+    if (flow->flights == NULL) return json_null();
+    for (int64_t micro = flow->backwards; micro < flow->recorded; micro++) {
+        const Flight *f = flow_at(flow, micro);
+        json_array_append_new(flights, json_pack("[f, f, f, I, I, f, f]", f->seconds[0], f->seconds[1], f->seconds[2],
+                                                 (json_int_t)f->bytes[0], (json_int_t)f->bytes[1], f->arrival[0],
+                                                 f->arrival[1]));
+    }
+    return json_pack("{s:I, s:I, s:o}", "forwards", (json_int_t)flow->forwards, "backwards",
+                     (json_int_t)flow->backwards, "flights", flights);
+}
+
+// -1: not what a checkpoint of step `done` holds.
+static int flow_from_json(Flow *flow, const json_t *saved, int64_t done) {
+    const json_t *flights = json_object_get(saved, "flights");
+    flow->recorded = done;
+    flow->forwards = json_size(json_object_get(saved, "forwards"));
+    flow->backwards = json_size(json_object_get(saved, "backwards"));
+    if (flow->backwards < 0 || flow->forwards < flow->backwards || flow->forwards > done ||
+        done - flow->backwards >= flow->n || json_array_size(flights) != (size_t)(done - flow->backwards))
+        return error_set("--resume: run.json does not say where the asynchronous pipeline stands");
+    for (size_t i = 0; i < json_array_size(flights); i++) {
+        const json_t *from = json_array_get(flights, i);
+        Flight *f = flow_at(flow, flow->backwards + (int64_t)i);
+        for (size_t k = 0; k < FLOW_PARTS; k++) f->seconds[k] = json_number_value(json_array_get(from, k));
+        for (size_t k = 0; k < 2; k++) f->bytes[k] = json_integer_value(json_array_get(from, 3 + k));
+        for (size_t k = 0; k < 2; k++) f->arrival[k] = json_number_value(json_array_get(from, 5 + k));
+    }
+    return 0;
+}
+
 // What a cell has sent and its simulated time, for run.json.
 static json_t *cell_to_json(const Cell *cell, int n_fragments) {
     const int64_t *total = cell->total.bytes;
     json_t *merge_at = json_array();
     for (int f = 0; f < n_fragments && cell->merge_at != NULL; f++)
         json_array_append_new(merge_at, json_real(cell->merge_at[f]));
-    return json_pack("{s:[I,I,I,I], s:f, s:f, s:o}", "sent", (json_int_t)total[0], (json_int_t)total[1],
+    return json_pack("{s:[I,I,I,I], s:f, s:f, s:o, s:o}", "sent", (json_int_t)total[0], (json_int_t)total[1],
                      (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now, "uplink_free",
-                     cell->clock.uplink_free, "merge_at", merge_at);
+                     cell->clock.uplink_free, "merge_at", merge_at, "flow", flow_to_json(&cell->flow));
 }
 
-static void cell_from_json(Cell *cell, const json_t *saved) {
+static int cell_from_json(Cell *cell, const json_t *saved, int64_t done) {
     const json_t *sent = json_object_get(saved, "sent");
     for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
     cell->clock.now = json_number_value(json_object_get(saved, "now"));
     cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
     for (size_t f = 0; f < json_array_size(json_object_get(saved, "merge_at")) && cell->merge_at != NULL; f++)
         cell->merge_at[f] = json_number_value(json_array_get(json_object_get(saved, "merge_at"), f));
+    return cell->flow.flights == NULL ? 0 : flow_from_json(&cell->flow, json_object_get(saved, "flow"), done);
 }
 
 // What run.json of a checkpoint says.
@@ -3256,9 +3437,10 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {
-            "model",         "init",        "seq",   "dp",           "local-steps", "fragments",   "overlap",
-            "powersgd-rank", "anchor-rank", "codec", "codec-coding", "klt-predict", "klt-forward", "anchor-use"};
+        static const char *const fixed[] = {"model",       "init",       "seq",          "dp",
+                                            "local-steps", "fragments",  "overlap",      "powersgd-rank",
+                                            "anchor-rank", "codec",      "codec-coding", "klt-predict",
+                                            "klt-forward", "anchor-use", "schedule",     "no-stash"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -3299,7 +3481,8 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     if (json_array_size(cells) != (size_t)(mesh->n_replicas * mesh->n_stages))
         return error_set("--resume: the run had %zu cells, now there are %d", json_array_size(cells),
                          mesh->n_replicas * mesh->n_stages);
-    for (size_t i = 0; i < json_array_size(cells); i++) cell_from_json(&mesh->cells[i], json_array_get(cells, i));
+    for (size_t i = 0; i < json_array_size(cells); i++)
+        if (cell_from_json(&mesh->cells[i], json_array_get(cells, i), p->step)) return -1;
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         trainer->outer.begun[f] =
             json_integer_value(json_array_get(json_object_get(state, "averages_begun"), (size_t)f));
@@ -3322,6 +3505,7 @@ static void print_count(const char *label, double value, const char *unit) {
 
 static void bytes_add(StageBytes *sum, const StageBytes *more) {
     sum->params += more->params, sum->rounded += more->rounded, sum->grads += more->grads;
+    sum->versions += more->versions;
     sum->moments += more->moments, sum->outer += more->outer, sum->acts += more->acts;
     sum->scratch = larger(sum->scratch, more->scratch); // cells take turns
 }
@@ -3432,11 +3616,12 @@ static int mesh_fits(const Trainer *trainer) {
     return error_set(
         "%.1f GB are needed (parameters and optimizer %.1f, activations %.1f, anchor %.1f, codec %.1f), the machine "
         "has %.1f%s",
-        1e-9 * (double)needed,
-        1e-9 * (double)(cells->params + cells->rounded + cells->grads + cells->moments + cells->outer),
+        1e-9 * (double)needed, 1e-9 * (double)(stage_bytes_sum(cells) - cells->acts - cells->scratch),
         1e-9 * (double)(cells->acts + cells->scratch), 1e-9 * (double)bytes.anchor,
         1e-9 * (double)(bytes.codec + (DEVICE_IS_HOST ? bytes.host : 0)), 1e-9 * (double)memory,
-        mesh_model(&trainer->mesh, 0)->training ? "; try --recompute, a smaller --micro-batch or --seq" : "");
+        !mesh_model(&trainer->mesh, 0)->training ? ""
+        : trainer->mesh.asynchronous             ? "; try --recompute, a smaller --batch or --seq, fewer --stages"
+                                                 : "; try --recompute, a smaller --micro-batch or --seq");
 }
 
 // Says so where another codec is known to learn more from as many bytes.
@@ -3469,10 +3654,15 @@ static void print_mesh(const Trainer *trainer) {
                opts->tau_relative ? " of the largest singular value" : "");
     for (int s = 0; s < mesh->n_stages && mesh->n_stages > 1; s++) {
         const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
-        printf("      stage %d: layers %d..%d%s%s, %lld parameters, %d micro-batches in flight\n", s,
-               stage->first_layer, stage->first_layer + stage->n_layers - 1, stage->has_embed ? ", embedding" : "",
-               stage->has_head ? ", head" : "", (long long)stage->n_params, stage->slots);
+        printf("      stage %d: layers %d..%d%s%s, %lld parameters, ", s, stage->first_layer,
+               stage->first_layer + stage->n_layers - 1, stage->has_embed ? ", embedding" : "",
+               stage->has_head ? ", head" : "", (long long)stage->n_params);
+        printf(mesh->asynchronous ? "%d updates behind\n" : "%d micro-batches in flight\n",
+               mesh->asynchronous ? stage->delay : stage->slots);
     }
+    if (mesh->asynchronous)
+        printf("      asynchronous: a step is one micro-batch, backward with %s weights\n",
+               mesh->stash ? "the forward's" : "the newest");
     if (mesh->n_stages > 1) print_better_codec(trainer);
 }
 
@@ -3495,6 +3685,7 @@ static void print_plan(const Trainer *trainer) {
         print_count("gradients (fp32)", (double)bytes.grads, "B");
         print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");
     }
+    if (bytes.versions > 0) print_count("older weights (fp32)", (double)bytes.versions, "B");
     if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
     print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
     print_count("scratch of the ops", (double)bytes.scratch, "B");
@@ -3515,7 +3706,7 @@ static void print_plan(const Trainer *trainer) {
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
-    if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored) print_mesh(trainer);
+    if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored || mesh->asynchronous) print_mesh(trainer);
 }
 
 // What an outer average sends of each tensor at PowerSGD's ranks: of the first layer, which stands for all, of what is
@@ -3565,6 +3756,7 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.mask_rate = codec_rate(&mesh->codec, trainer->config.channels), plan.anchor = trainer->anchored,
     plan.anchor_rank = trainer->anchor.rank, plan.factor_sets = trainer->anchor.filters + trainer->anchor.corrects;
     plan.anchor_delay = trainer->anchor_delay > 0 ? trainer->anchor_delay : 20;
+    plan.asynchronous = mesh->asynchronous, plan.stash = mesh->asynchronous && mesh->stash;
     plan.dp = (MeshDp)opts->dp, plan.local_steps = opts->local_steps, plan.powersgd_rank = opts->powersgd_rank;
     plan.wire_bytes = opts->wire == WIRE_BF16 ? 2 : 4;
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
@@ -3844,9 +4036,9 @@ static void update_cells(Trainer *trainer, StepResult *result) {
                      trainer->stream);
         if (cells_are_timed(mesh)) stream_wait(trainer->stream);
         if (mesh->device_flops == 0.0)
-            clock_compute(&cell->clock, seconds() - start);
+            cell_spend(mesh, cell, FLOW_UPDATE, seconds() - start);
         else if (filtered && opts->alpha != 1.0f)
-            clock_compute(&cell->clock, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
+            cell_spend(mesh, cell, FLOW_UPDATE, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
     }
 }
 
@@ -3877,9 +4069,11 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
     if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
     double start = seconds();
+    for (int i = 0; i < n_cells; i++) stage_keep_version(&mesh->cells[i].stage, p->step);
     update_cells(trainer, result);
     if (times != NULL) times->optimizer += seconds() - start;
     p->step++;
+    if (mesh->asynchronous) mesh_flow(mesh, p->step == trainer->n_steps);
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
         return -1;
@@ -3975,6 +4169,17 @@ static double bytes_per_token(const Trainer *trainer, int64_t n_bytes, int64_t n
     return n_tokens > 0 ? (double)n_bytes / trainer->mesh.n_stages / (double)n_tokens : 0.0;
 }
 
+// The versions of weights that a step's micro-batch saw in each stage, [forward, backward]. All replicas' are the same.
+static json_t *versions_to_json(const Mesh *mesh) {
+    json_t *list = json_array();
+    for (int s = 0; s < mesh->n_stages; s++) {
+        const Cell *cell = mesh_cell(mesh, 0, s);
+        json_array_append_new(
+            list, json_pack("[I, I]", (json_int_t)cell->forward_version, (json_int_t)cell->backward_version));
+    }
+    return list;
+}
+
 // A step's line in the log. Traffic in bytes: of all cells, and for each cell [forward, backward, dp, anchor].
 static json_t *step_to_json(Trainer *trainer, const StepResult *result, double tok_s) {
     const Progress *p = &trainer->progress;
@@ -3985,6 +4190,7 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
                   real_or_null(result->loss), "lr", (double)result->lr, "grad_norm", real_or_null(result->grad_norm),
                   "tokens", (json_int_t)p->tokens, "tok_s", tok_s, "elapsed", p->elapsed);
     if (result->skipped) json_object_set_new(line, "skipped", json_true());
+    if (mesh->asynchronous) json_object_set_new(line, "versions", versions_to_json(mesh));
     if (result->delivered)
         json_object_set_new(line, "anchor",
                             json_pack("{s:I, s:f, s:f}", "snapshot", (json_int_t)trainer->anchor.delivered, "loss",
@@ -4285,6 +4491,22 @@ static int decide_outer(Trainer *trainer) {
     return 0;
 }
 
+// What the asynchronous schedule does not go with.
+static int decide_schedule(const Options *opts) {
+    int asynchronous = opts->schedule == SCHEDULE_ASYNC;
+    if (opts->no_stash && !asynchronous) return error_set("--no-stash goes with --schedule async");
+    if (asynchronous && opts->micro_batch > 0 && opts->micro_batch != opts->batch)
+        return error_set(
+            "--micro-batch %d: with --schedule async a step is one micro-batch, all of --batch %d; leave it "
+            "out",
+            opts->micro_batch, opts->batch);
+    if (opts->no_stash && opts->recompute)
+        return error_set("--no-stash with --recompute: backward would recompute activations with other weights");
+    if (opts->no_stash && opts->probe > 0)
+        return error_set("--no-stash with --probe: a second pass would need the weights that are not kept");
+    return 0;
+}
+
 // Settings that were left to the program.
 static int decide(Trainer *trainer) {
     const Options *opts = &trainer->opts;
@@ -4293,7 +4515,8 @@ static int decide(Trainer *trainer) {
     trainer->T = opts->seq > 0 ? opts->seq : config->context < 2048 ? config->context : 2048;
     if (trainer->T > config->context)
         return error_set("--seq %d is beyond the model's context of %d", trainer->T, config->context);
-    trainer->B = opts->micro_batch;
+    if (decide_schedule(opts)) return -1;
+    trainer->B = opts->schedule == SCHEDULE_ASYNC ? opts->batch : opts->micro_batch;
     if (trainer->B == 0) trainer->B = DEVICE_MICRO_TOKENS / trainer->T > 1 ? DEVICE_MICRO_TOKENS / trainer->T : 1;
     if (trainer->B > opts->batch) trainer->B = opts->batch;
     if ((int64_t)trainer->B * trainer->T > MAX_ROWS)
@@ -4437,6 +4660,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
             "--micro-batch %d: a step of %d sequences has more than 4095 micro-batches, masks tell no more "
             "apart; give a larger one",
             B, opts->batch);
+    mesh->asynchronous = training && opts->schedule == SCHEDULE_ASYNC, mesh->stash = !opts->no_stash;
     if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
     decide_rounding(trainer);
     if (training || opts->dry_run) print_plan(trainer);

@@ -6,8 +6,11 @@
 //   mesh_estimate_free(&estimate);
 //   if (mesh_estimate_print(stdout, &plan)) ...   // the plan's cells, and the variants of SPEC section 9 beside it
 //
-// A step is `batch` sequences of T tokens of each fast replica. Bytes a token are what one cell sends (and as much is
-// what it receives), over the tokens of its own replica; a figure without a stage is the mean over a replica's Y cells.
+// A step is `batch` sequences of T tokens of each fast replica. A synchronous one has 1F1B's bubble. An asynchronous
+// one is a single micro-batch and has none, but each boundary's message and latency, there and back, holds the stages
+// up (flow.h), and with stashing a stage keeps its parameters once more for each stage behind it. Bytes a token are
+// what one cell sends (and as much is what it receives), over the tokens of its own replica; a figure without a stage
+// is the mean over a replica's Y cells.
 //   boundary   wire*K forward and wire*K backward across each of the Y - 1 boundaries, K of C values survive the mask:
 //              2*wire*K*(Y - 1)/Y in the mean, 2*wire*K on a stage that has neighbours on both sides
 //   averaging  2*(n - 1)/n * wire * elements / tokens between averages, n fast replicas; a ring, and an owner that
@@ -52,6 +55,7 @@
 #include "mask_set.h" // mask_kept
 #include "partition.h"
 #include "schedule.h" // schedule_in_flight
+#include "versions.h" // versions_delay
 
 typedef enum { MESH_DP_NONE, MESH_DP_DILOCO, MESH_DP_DENSE } MeshDp;
 
@@ -75,6 +79,7 @@ typedef struct {
     int powersgd_rank;                        // 0: the largest that gives MESH_POWERSGD_RATIO
     int wire_bytes;                           // of a value on the wire: 2 or 4
     double link_mbps, link_ms, device_tflops; // of a cell
+    int asynchronous, stash;                  // a step is one micro-batch; older parameters are kept for backwards
 } MeshPlan;
 
 #define MESH_POWERSGD_RATIO 64.0
@@ -85,6 +90,7 @@ typedef struct {
     int64_t n_params;
     double flops;                                                                       // a token, forward and backward
     double param_bytes, grad_bytes, moment_bytes, outer_bytes, factor_bytes, act_bytes; // fp32 in memory
+    double version_bytes;                                                               // stashed parameters
     double codec_bytes;                                                                 // tables and what they need
     double memory_bytes, anchor_memory_bytes;      // sums; the latter 0 without anchor
     double boundary_bytes, dp_bytes, anchor_bytes; // sent a token
@@ -156,7 +162,8 @@ static inline int plan_check(const MeshPlan *plan) {
                  {"logits", plan->logits_floats, 0, INT64_MAX},      {"anchor", plan->anchor, 0, 1},
                  {"anchor-rank", plan->anchor_rank, 0, 1 << 24},     {"anchor-delay", plan->anchor_delay, 1, 1000000},
                  {"dp", plan->dp, MESH_DP_NONE, MESH_DP_DENSE},      {"local-steps", plan->local_steps, 1, 1000000},
-                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"sets of factors", plan->factor_sets, 0, 2}};
+                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"sets of factors", plan->factor_sets, 0, 2},
+                 {"asynchronous", plan->asynchronous, 0, 1},         {"stash", plan->stash, 0, 1}};
     const struct {
         const char *name;
         double value, min, max;
@@ -174,6 +181,9 @@ static inline int plan_check(const MeshPlan *plan) {
         if (!(rates[i].value >= rates[i].min && rates[i].value <= rates[i].max)) // a NaN is refused too
             return error_set("mesh: %s is %g, it must be %g to %g", rates[i].name, rates[i].value, rates[i].min,
                              rates[i].max);
+    if (plan->asynchronous && plan->micro_batch != plan->batch)
+        return error_set("mesh: asynchronous, a step is one micro-batch, and micro-batch %d is not batch %d",
+                         plan->micro_batch, plan->batch);
     if (plan->wire_bytes != 2 && plan->wire_bytes != 4)
         return error_set("mesh: %d bytes a value on the wire, it must be 2 or 4", plan->wire_bytes);
     if (plan_has_anchor(plan) && plan->replicas < 2)
@@ -197,7 +207,7 @@ static inline double cell_act_bytes(const MeshPlan *plan, int n_layers, int is_l
 
 // Stage s of the plan, with n_layers layers. Memory is fp32 as in train_gpt.cu, without the bf16 copy it makes where
 // there is room; DiLoCo keeps the global parameters, the outer momentum and PowerSGD's error feedback and Q. 1F1B lets
-// stage s have Y - s micro-batches in flight.
+// stage s have Y - s micro-batches in flight; without a flush they are of as many steps.
 static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s, int n_layers, int n_fast, int rank) {
     const Config *config = &plan->config;
     int Y = plan->stages, is_last = s == Y - 1, n_micro = plan_micro_batches(plan);
@@ -215,7 +225,10 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     double arena = 4.0 * (double)cell->n_params;
     double vectors = (2.0 * n_layers + is_last) * config->channels, matrices = (double)cell->n_params - vectors;
     cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = 2.0 * arena;
-    cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, schedule_in_flight(s, Y, n_micro));
+    cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * arena : 0.0;
+    int in_flight = plan->asynchronous ? versions_delay(s, Y) + 1 : schedule_in_flight(s, Y, n_micro);
+    cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, in_flight);
+    double anchor_acts = cell_act_bytes(plan, n_layers, is_last, schedule_in_flight(s, Y, n_micro)); // it has a flush
     cell->boundary_bytes = wire * mask_kept(plan->mask_rate, plan->config.channels) * n_beside;
     if (n_fast > 1 && plan->dp == MESH_DP_DENSE) cell->dp_bytes = ring * wire * (double)cell->n_params / tokens;
     if (n_fast > 1 && plan->dp == MESH_DP_DILOCO) {
@@ -230,12 +243,12 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
         double sent = wire * (plan->factor_sets * factors + snapshot);
         sent += plan->table_bytes * n_beside;
         cell->anchor_bytes = sent / (plan->anchor_delay * tokens);
-        cell->anchor_memory_bytes = 2.0 * arena + momentum + cell->factor_bytes + cell->act_bytes;
+        cell->anchor_memory_bytes = 2.0 * arena + momentum + cell->factor_bytes + anchor_acts;
         cell->anchor_memory_bytes += s > 0 ? plan->learn_memory : 0.0;
         cell->codec_bytes = n_beside * plan->table_memory + (n_beside > 0 ? plan->codec_memory : 0.0);
     }
-    cell->memory_bytes = cell->param_bytes + cell->grad_bytes + cell->moment_bytes + cell->outer_bytes +
-                         cell->factor_bytes + cell->codec_bytes + cell->act_bytes;
+    cell->memory_bytes = cell->param_bytes + cell->grad_bytes + cell->moment_bytes + cell->version_bytes +
+                         cell->outer_bytes + cell->factor_bytes + cell->codec_bytes + cell->act_bytes;
 }
 
 // Seconds of a step: `flops` and `bytes` a token of the cell that has the most. Computing and sending overlap, the
@@ -248,11 +261,21 @@ static inline double plan_pass_s(const MeshPlan *plan, double flops, double byte
     return fmax(compute, uplink) + hops * plan->link_ms * 1e-3;
 }
 
+// The same of an asynchronous pipeline: no bubble, but a stage waits for the answers to the micro-batches that it may
+// have in flight, so that messages and latency of both ways are hidden only by the share 1/Y.
+static inline double plan_async_s(const MeshPlan *plan, double flops, double bytes) {
+    double tokens = plan_tokens(plan), rate = plan->link_mbps * 1e6 / 8.0, Y = plan->stages;
+    double message = tokens * plan->wire_bytes * mask_kept(plan->mask_rate, plan->config.channels) / rate;
+    double compute = tokens * flops / (plan->device_tflops * 1e12);
+    return fmax(compute + 2.0 * (message + 1e-3 * plan->link_ms) * (Y - 1.0) / Y, tokens * bytes / rate);
+}
+
 // The same with what waits for the whole pass: a dense average has its first byte to send when the last micro-batch is
 // through, so it is added. late: what an anchor that is not ready makes the fast circuit wait for.
 static inline double plan_step_s(const MeshPlan *plan, double flops, double overlapped, double dense, double late) {
     double added = dense > 0.0 ? plan_tokens(plan) * dense * 8.0 / (plan->link_mbps * 1e6) + 2e-3 * plan->link_ms : 0.0;
-    return fmax(plan_pass_s(plan, flops, overlapped) + added, late);
+    double pass = (plan->asynchronous ? plan_async_s : plan_pass_s)(plan, flops, overlapped);
+    return fmax(pass + added, late);
 }
 
 // Fills the estimate of a plan; mesh_estimate_free when done. Its step times:
@@ -344,19 +367,20 @@ static inline void mesh_estimate_row(FILE *out, const char *name, const MeshPlan
 }
 
 // Prints the plan's cells, and the plan beside the variants on the same machines. The columns:
-//   weights   parameters, gradients, moments, DiLoCo's outer state, the anchor's factors and klt's tables, in GB
-//   acts      activations of the micro-batches in flight, in GB
-//   anchor's  all that the anchor circuit's cell of this stage needs, in GB
-//   tokens/s  of all fast replicas; `if even` with the load spread evenly over the stages, as the published rates read
-//   anchor    how many fast steps its pass and delivery take, of the anchor_delay it has
+//   weights   parameters, older versions of them, gradients, moments, DiLoCo's outer state, the anchor's factors and
+//   klt's tables, in GB acts      activations of the micro-batches in flight, in GB anchor's  all that the anchor
+//   circuit's cell of this stage needs, in GB tokens/s  of all fast replicas; `if even` with the load spread evenly
+//   over the stages, as the published rates read anchor    how many fast steps its pass and delivery take, of the
+//   anchor_delay it has
 // Variants that the mesh is too small for are left out. -1 as mesh_estimate.
 static inline int mesh_estimate_print(FILE *out, const MeshPlan *plan) {
     MeshEstimate estimate;
     int layer = 0;
     if (mesh_estimate(&estimate, plan)) return -1;
-    fprintf(out, "mesh: %d x %d cells, %d fast replica%s%s; %g Mbit/s, %g ms, %g TFLOP/s a cell\n", plan->replicas,
+    fprintf(out, "mesh: %d x %d cells, %d fast replica%s%s%s; %g Mbit/s, %g ms, %g TFLOP/s a cell\n", plan->replicas,
             plan->stages, estimate.n_fast, estimate.n_fast > 1 ? "s" : "",
-            plan_has_anchor(plan) ? " and the anchor" : "", plan->link_mbps, plan->link_ms, plan->device_tflops);
+            plan_has_anchor(plan) ? " and the anchor" : "", plan->asynchronous ? ", asynchronous" : "", plan->link_mbps,
+            plan->link_ms, plan->device_tflops);
     fprintf(out, "  %5s %9s %11s %8s %8s %9s %8s   %s\n", "stage", "layers", "parameters", "weights", "acts",
             "GB in all", "anchor's", "bytes sent a token");
     for (int s = 0; s < plan->stages; s++) {
