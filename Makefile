@@ -19,7 +19,7 @@ NVCC ?= nvcc
 CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
-BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fopenmp $(WARNINGS)
+BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
 LIBS := -ldnnl -lopenblas -ljansson -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)

@@ -55,15 +55,49 @@ static inline void klt_measure(float *out, const float *y, const float *weight, 
     }
 }
 
-// symbols (count), y (count) of components first on
-static inline void klt_quantize_run(int16_t *symbols, const float *y, KltQuantizer q, int first, int count,
-                                    const uint32_t *draws) {
-    for (int i = 0; i < count; i++) symbols[i] = (int16_t)klt_symbol(&q, y[i], first + i, draws[i]);
+// Floor of v as a symbol, which compilers vectorize; NaN gives 0.
+static inline int klt_floor(float v) {
+    const float most = (float)RANS_MAX;
+    float kept = v == v ? v : 0.0f;
+    kept = kept > most ? most : kept;
+    kept = kept < -most ? -most : kept;
+    int whole = (int)kept;
+    return whole - ((float)whole > kept);
 }
 
+// symbols (count), y (count) of components first on: as klt_symbol has it, of 16 values at once.
+static inline void klt_quantize_run(int16_t *symbols, const float *y, KltQuantizer q, int first, int count,
+                                    const uint32_t *draws) {
+    const float step = q.step, theta = q.theta;
+    if (q.half != NULL) {
+        for (int i = 0; i < count; i++) symbols[i] = (int16_t)klt_symbol(&q, y[i], first + i, draws[i]);
+    } else if (q.stochastic) {
+#pragma omp simd
+        for (int i = 0; i < count; i++) symbols[i] = (int16_t)klt_floor(y[i] / step + klt_uniform(draws[i]));
+    } else {
+#pragma omp simd
+        for (int i = 0; i < count; i++) {
+            float v = y[i] / step;
+            int size = klt_floor(theta + fabsf(v)), sign = v < 0.0f ? -1 : 1;
+            symbols[i] = (int16_t)(size * sign);
+        }
+    }
+}
+
+// y (count), symbols (count) of a token of this scale: as klt_value has it, of 16 values at once.
 static inline void klt_restore_run(float *y, const int16_t *symbols, int scale, KltQuantizer q, int first, int count,
                                    const uint32_t *draws) {
-    for (int i = 0; i < count; i++) y[i] = klt_value(&q, symbols[i], first + i, scale, draws[i]);
+    const float *classes = q.first_class + first;
+    const float step = q.step, dithered = (float)(KLT_CLASS_DITHERED - scale);
+    if (q.half != NULL || !q.stochastic) {
+        for (int i = 0; i < count; i++) y[i] = klt_value(&q, symbols[i], first + i, scale, draws[i]);
+        return;
+    }
+#pragma omp simd
+    for (int i = 0; i < count; i++) {
+        float centered = 0.5f - klt_uniform(draws[i]);
+        y[i] = ((float)symbols[i] + (classes[i] >= dithered ? centered : 0.0f)) * step;
+    }
 }
 
 // symbols (n, K), y (n, K)
