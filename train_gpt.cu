@@ -3,7 +3,7 @@
 //   Options        the command line, one table
 //   Model          the table of tensors, a stage's memory, initial weights, loading and saving
 //   Forward and backward        one layer after the other, by hand
-//   Optimizer      clipping and AdamW over the table
+//   Optimizer      clipping and a step of the optimizer over the table
 //   Evaluation and generation   held-out loss, sampling with a key/value cache
 //   Mesh           cells, links, who holds which layers
 //   Pipeline       the gradients of a step, through codec and link
@@ -41,6 +41,7 @@
 #include "llmc/host_memory.h"
 #include "llmc/link.h"
 #include "llmc/model_file.h"
+#include "llmc/optimizer.h"
 #include "llmc/partition.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
@@ -59,11 +60,14 @@
 #include "llmc/linalg.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
+#include "llmc/muon.cuh"
 #include "llmc/nccl.cuh"
+#include "llmc/nesterov.cuh"
 #include "llmc/outer.cuh"
 #include "llmc/powersgd.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
+#include "llmc/rotate.cuh"
 #include "llmc/spectral.cuh"
 #include "llmc/swiglu.cuh"
 #include "llmc/vector.cuh"
@@ -78,11 +82,14 @@
 #include "llmc/linalg.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
+#include "llmc/muon.h"
 #include "llmc/nccl.h"
+#include "llmc/nesterov.h"
 #include "llmc/outer.h"
 #include "llmc/powersgd.h"
 #include "llmc/rmsnorm.h"
 #include "llmc/rope.h"
+#include "llmc/rotate.h"
 #include "llmc/spectral.h"
 #include "llmc/swiglu.h"
 #include "llmc/vector.h"
@@ -106,6 +113,7 @@ typedef struct {
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, klt_predict, anchor_use;
     float klt_metric, klt_forward;
+    int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -113,6 +121,8 @@ typedef struct {
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 static const char codec_names[] = CODEC_NAMES;
+static const char optimizer_names[] = OPTIMIZER_NAMES, rotate_sources[] = ROTATE_SOURCES;
+static const char rotate_geometries[] = ROTATE_GEOMETRY, refresh_names[] = REFRESH_NAMES;
 
 #define FIELD(name) OPTION_FIELD(Options, name)
 // clang-format off
@@ -133,9 +143,15 @@ static const Option option_table[] = {
 { "",   "schedule-lr",   OPTION_CHOICE, FIELD(schedule_lr),  "cosine", 0,   0,      lr_shapes, "after the warm-up" },
 { "",   "lr-final",      OPTION_FLOAT,  FIELD(lr_final),     "0.1",  0,     1,      NULL, "last learning rate as a share of the peak" },
 { "",   "wd",            OPTION_FLOAT,  FIELD(wd),           "0.01", 0,     10,     NULL, "weight decay, not on norms" },
-{ "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "0.9",  0,     0.9999, NULL, "AdamW" },
-{ "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "AdamW" },
-{ "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "AdamW" },
+{ "",   "optimizer",     OPTION_CHOICE, FIELD(optimizer),    "adamw", 0,    0,      optimizer_names, "rotate and muon: of layers' matrices, AdamW for the rest" },
+{ "",   "rotate-source", OPTION_CHOICE, FIELD(rotate_source), "2nd", 0,     0,      rotate_sources, "rotate: bases from the momentum, or from second moments" },
+{ "",   "rotate-geometry", OPTION_CHOICE, FIELD(rotate_geometry), "bi", 0,  0,      rotate_geometries, "rotate: a matrix's smaller side, or both" },
+{ "",   "rotate-every",  OPTION_INT,    FIELD(rotate_every), "10",   1,     1e6,    NULL, "rotate: steps between refreshes of a basis, on average over the stages" },
+{ "",   "rotate-max-dim", OPTION_INT,   FIELD(rotate_max_dim), "4096", 1,   65536,  NULL, "rotate: longer sides are not rotated" },
+{ "",   "refresh",       OPTION_CHOICE, FIELD(refresh),      "uniform", 0,  0,      refresh_names, "rotate: bases of all stages as often, or as their delay is long, or the reverse (study)" },
+{ "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "-1",   -1,    0.9999, NULL, "of the optimizer; below 0 = 0.9, 0.99 with nesterov" },
+{ "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "of the optimizer" },
+{ "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "of the optimizer" },
 { "",   "clip",          OPTION_FLOAT,  FIELD(clip),         "1",    0,     1e9,    NULL, "gradient norm limit; 0 = none" },
 { "",   "val-every",     OPTION_INT,    FIELD(val_every),    "0",    0,     1e9,    NULL, "steps between validations; 0 = a tenth of the run" },
 { "",   "val-tokens",    OPTION_INT64,  FIELD(val_tokens),   "65536", 0,    1e15,   NULL, "held-out tokens looked at; 0 = all" },
@@ -210,7 +226,7 @@ typedef struct {
     int n_dims;
     int64_t offset, n;
     int index;       // its number in a table of the whole model, whatever stage it is on
-    int block;       // a matrix of a layer: the spectral filter applies
+    int block;       // a matrix of a layer: the spectral filter applies, rotation and Muon do
     int fragment;    // which part of the stage it is synchronised with
     int decay;       // weight decay applies
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
@@ -265,6 +281,7 @@ typedef enum {
     ARENA_GRADS,
     ARENA_M,
     ARENA_V,
+    ARENA_DELTA,
     ARENA_GLOBAL,
     ARENA_OUTER,
     ARENA_ERROR,
@@ -284,7 +301,16 @@ typedef struct Stage {
     int n_tensors;
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
-    uint16_t *rounded;             // bf16 copy of params for the products, or NULL
+    float *delta;                  // how weights have moved in a step, averaged; NULL but for PipeMare
+    // what else the optimizer keeps
+    Optimizer optimizer;
+    float *rotation;          // bases of the block matrices and their second moments, one after the other; or NULL
+    int has_basis;            // 1 once the bases are there
+    NesterovProduct nesterov; // of the last step
+    // its place in the pipeline
+    int position, n_stages;
+    int delay;         // steps between the weights that a gradient is of and those it is applied to
+    uint16_t *rounded; // bf16 copy of params for the products, or NULL
     // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
     // left out, the averaged pseudo-gradient that waits to be merged
     float *global, *outer, *error, *pending;
@@ -407,6 +433,8 @@ static void stage_free(Stage *stage) {
     device_free(stage->grads);
     device_free(stage->m);
     device_free(stage->v);
+    device_free(stage->delta);
+    device_free(stage->rotation);
     device_free(stage->global);
     device_free(stage->outer);
     device_free(stage->error);
@@ -513,7 +541,36 @@ static int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-// What a stage takes, in bytes.
+// Floats of the bases of the table's first n_tensors tensors.
+static int64_t rotation_floats(const Stage *stage, int n_tensors) {
+    int64_t floats = 0;
+    if (stage->optimizer.kind != OPTIMIZER_ROTATE) return 0;
+    for (int i = 0; i < n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (!t->block) continue;
+        RotateSides sides = rotate_sides(&stage->optimizer, t->shape[0], t->shape[1]);
+        floats += rotate_state_floats(sides, stage->optimizer.source, t->shape[0], t->shape[1]);
+    }
+    return floats;
+}
+
+// Values whose former state PipeMare's step keeps at once.
+#ifdef TESTING
+#define PIPEMARE_PIECE ((int64_t)500) // small tensors take several pieces too
+#else
+#define PIPEMARE_PIECE ((int64_t)4 << 20)
+#endif
+
+// Floats that the optimizer's step of a tensor passes through.
+static int64_t optimizer_scratch_floats(const Optimizer *optimizer, const Tensor *t) {
+    int64_t m = t->shape[0], n = t->shape[1];
+    if (optimizer->kind == OPTIMIZER_PIPEMARE) return t->n < PIPEMARE_PIECE ? t->n : PIPEMARE_PIECE;
+    if (!t->block) return 0;
+    if (optimizer->kind == OPTIMIZER_MUON) return muon_scratch_floats(m, n);
+    return optimizer->kind == OPTIMIZER_ROTATE ? rotate_scratch_floats(rotate_sides(optimizer, m, n), m, n) : 0;
+}
+
+// What a stage takes, in bytes. moments: all that the optimizer keeps.
 typedef struct {
     int64_t params, rounded, grads, moments, outer, acts, scratch;
 } StageBytes;
@@ -541,6 +598,14 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
     StageBytes bytes = {floats * 4, 0, 0, 0, 0, stage->acts_bytes, attention};
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
+    if (stage->training && stage->n_moments > 1) {
+        int64_t largest = 0;
+        for (int i = 0; i < stage->n_tensors; i++)
+            largest = larger(largest, optimizer_scratch_floats(&stage->optimizer, &stage->tensors[i]));
+        bytes.moments += 4 * rotation_floats(stage, stage->n_tensors);
+        if (stage->optimizer.kind == OPTIMIZER_PIPEMARE) bytes.moments += floats * 4;
+        bytes.scratch += 4 * largest;
+    }
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
@@ -549,8 +614,8 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     return bytes;
 }
 
-// Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments
-// and meets may be changed before.
+// Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments,
+// optimizer and meets may be changed before.
 static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     size_t n = (size_t)stage->slots * (size_t)stage->n_layers;
     stage->max_B = B, stage->max_T = T, stage->training = training, stage->recompute = recompute;
@@ -567,12 +632,22 @@ static float *stage_arena(const Stage *stage, Arena arena) {
     case ARENA_GRADS: return stage->grads;
     case ARENA_M: return stage->m;
     case ARENA_V: return stage->v;
+    case ARENA_DELTA: return stage->delta;
     case ARENA_GLOBAL: return stage->global;
     case ARENA_OUTER: return stage->outer;
     case ARENA_ERROR: return stage->error;
     case ARENA_PENDING: return stage->pending;
     }
     return NULL;
+}
+
+// What the optimizer keeps beside moments.
+static int stage_alloc_optimizer(Stage *stage) {
+    int64_t rotation = rotation_floats(stage, stage->n_tensors);
+    if (rotation > 0 && (stage->rotation = (float *)device_alloc(sizeof(float) * (size_t)rotation)) == NULL) return -1;
+    if (stage->optimizer.kind != OPTIMIZER_PIPEMARE) return 0;
+    stage->delta = (float *)device_alloc(sizeof(float) * (size_t)stage->arena_floats);
+    return stage->delta != NULL ? 0 : -1;
 }
 
 // Allocates what stage_plan has counted.
@@ -588,6 +663,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
         if ((stage->grads = (float *)device_alloc(bytes)) == NULL) return -1;
         if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(bytes)) == NULL) return -1;
         if (stage->n_moments > 1 && (stage->v = (float *)device_alloc(bytes)) == NULL) return -1;
+        if (stage->n_moments > 1 && stage_alloc_optimizer(stage)) return -1;
         if (model_view(&stage->g, stage, stage->grads)) return -1;
     }
     if (stage->meets) {
@@ -1041,15 +1117,82 @@ static double stage_grad_norm(const Stage *stage, Stream *stream) {
     return sqrt(sum_of_squares(stage->grads, stage->arena_floats, stream));
 }
 
-// One AdamW step (from 1) with gradients scaled to the clip norm (0: never).
+// What is the same for all tensors of a step.
+typedef struct {
+    AdamW adam;
+    float lr, wd, scale;                   // scale: what gradients are multiplied by
+    int64_t step;                          // from 1
+    NesterovStep nesterov, nesterov_plain; // the latter without decay
+} Update;
+
+// AdamW, and delta follows how far the weights have moved.
+static void pipemare_update(Stage *stage, const Tensor *t, const Update *u, Stream *stream) {
+    int64_t piece = optimizer_scratch_floats(&stage->optimizer, t);
+    float *before = (float *)scratch_get(&stream->scratch[SCRATCH_STEP], sizeof(float) * (size_t)piece);
+    if (before == NULL) {
+        stream->failed = 1;
+        return;
+    }
+    for (int64_t at = 0; at < t->n; at += piece) {
+        int64_t n = t->n - at < piece ? t->n - at : piece, from = t->offset + at;
+        device_copy(before, stage->params + from, sizeof(float) * (size_t)n, stream);
+        adamw_update(stage->params + from, stage->grads + from, stage->m + from, stage->v + from, n, u->adam, u->lr,
+                     t->decay ? u->wd : 0.0f, u->scale, u->step, stream);
+        vector_drift(stage->delta + from, stage->params + from, before, pipemare_decay(stage->delay), n, stream);
+    }
+}
+
+// One step of a block matrix in its bases, which are number `phase` of the stage's.
+static void rotated_update(Stage *stage, int tensor, int phase, const Update *u, Stream *stream) {
+    const Tensor *t = &stage->tensors[tensor];
+    const Optimizer *optimizer = &stage->optimizer;
+    int due = rotate_is_due(optimizer, stage->position, stage->n_stages, u->step, phase);
+    RotateRefresh refresh = !stage->has_basis ? ROTATE_COLD : due ? ROTATE_WARM : ROTATE_KEEP;
+    float *state = stage->rotation != NULL ? stage->rotation + rotation_floats(stage, tensor) : NULL;
+    rotate_update(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
+                  state, (int)t->shape[0], (int)t->shape[1], optimizer, refresh, u->adam, u->lr, u->wd, u->scale,
+                  u->step, stream);
+}
+
+// One step (from 1) of the stage's optimizer with gradients scaled to the clip norm (0: never).
 static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double grad_norm, float clip, int64_t step,
                          Stream *stream) {
     float scale = clip > 0.0f && grad_norm > (double)clip ? (float)((double)clip / (grad_norm + 1e-6)) : 1.0f;
+    OptimizerKind kind = stage->optimizer.kind;
+    Update u;
+    int n_blocks = 0;
+    memset(&u, 0, sizeof u);
+    u.adam = adam, u.lr = lr, u.wd = wd, u.scale = scale, u.step = step;
+    if (kind == OPTIMIZER_NESTEROV) {
+        u.nesterov = nesterov_step(adam, lr, wd, scale, step, &stage->nesterov);
+        u.nesterov_plain = nesterov_step(adam, lr, 0.0f, scale, step, &stage->nesterov);
+    }
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
-        adamw_update(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
-                     t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
+        float *param = stage->params + t->offset, *m = stage->m + t->offset, *v = stage->v + t->offset;
+        const float *grad = stage->grads + t->offset;
+        if (kind == OPTIMIZER_ROTATE && t->block)
+            rotated_update(stage, i, n_blocks++, &u, stream);
+        else if (kind == OPTIMIZER_MUON && t->block)
+            muon_update(param, grad, m, (int)t->shape[0], (int)t->shape[1], lr, wd, scale, stream);
+        else if (kind == OPTIMIZER_NESTEROV)
+            nesterov_update(param, grad, m, v, t->n, t->decay ? u.nesterov : u.nesterov_plain, stream);
+        else if (kind == OPTIMIZER_PIPEMARE)
+            pipemare_update(stage, t, &u, stream);
+        else
+            adamw_update(param, grad, m, v, t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
     }
+    stage->has_basis = 1;
+}
+
+// Multiplications and additions of the optimizer's step beyond passes over the values.
+static double update_flops(const Stage *stage) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (t->block) flops += optimizer_flops(&stage->optimizer, (double)t->shape[0], (double)t->shape[1]);
+    }
+    return flops;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1335,6 +1478,7 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
             cell->replica = r, cell->index = s;
             if (stage_table(&cell->stage, &cut, first[s], first[s + 1] - first[s])) return -1;
             cell->stage.next = s + 1 < n_stages ? &mesh_cell(mesh, r, s + 1)->stage : NULL;
+            cell->stage.position = s, cell->stage.n_stages = n_stages;
         }
     }
     return 0;
@@ -2586,18 +2730,20 @@ static json_t *real_or_null(double value) {
 }
 
 // What a replica's state file holds beside the model file: local parameters where the model file has the merged ones,
-// moments, and the state of outer steps. Returns how many arenas.
+// moments, PipeMare's delta, and the state of outer steps. Returns how many arenas.
 static int replica_arenas(const Stage *model, int replica, Arena *arenas, const char **prefixes) {
     static const struct {
         Arena arena;
         const char *prefix;
         int of_meeting;
-    } all[] = {{ARENA_PARAMS, "p.", 0},       {ARENA_M, "m.", 0},         {ARENA_V, "v.", 0},
-               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_ERROR, "error.", 1},
-               {ARENA_PENDING, "pending.", 1}};
+    } all[] = {{ARENA_PARAMS, "p.", 0},      {ARENA_M, "m.", 0},
+               {ARENA_V, "v.", 0},           {ARENA_DELTA, "delta.", 0},
+               {ARENA_GLOBAL, "global.", 1}, {ARENA_OUTER, "outer.", 1},
+               {ARENA_ERROR, "error.", 1},   {ARENA_PENDING, "pending.", 1}};
     int n = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         if (all[i].of_meeting && !model->meets) continue;
+        if (all[i].arena == ARENA_DELTA && model->delta == NULL) continue;
         if (all[i].arena == ARENA_PARAMS && !model->meets && replica == 0) continue; // model.bin has them
         arenas[n] = all[i].arena, prefixes[n++] = all[i].prefix;
     }
@@ -2647,7 +2793,16 @@ static int replica_load_codec(const SafeTensors *file, const Mesh *mesh, int rep
     return 0;
 }
 
-// Writes a replica's state: its arenas, for each stage the warm starts as one row, and what the codec remembers.
+// Declares or writes n floats of tensor memory.
+static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
+                      int64_t n) {
+    if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
+    stage_append(stage, writer, from, n, DTYPE_F32);
+    return 0;
+}
+
+// Writes a replica's state: its arenas, for each stage the rotation's bases and the warm starts as one row each, and
+// what the codec remembers.
 static int replica_save(const Trainer *trainer, const char *folder, int replica) {
     char path[PATH_MAX], name[64];
     Arena arenas[8];
@@ -2663,7 +2818,10 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             if (model_put_arena(&writer, begun, model, arenas[a], prefixes[a], DTYPE_F32)) return -1;
         for (int s = 0; s < mesh->n_stages; s++) {
             const Cell *cell = mesh_cell(mesh, replica, s);
-            int64_t floats = cell_powersgd_floats(trainer, cell);
+            int64_t floats = rotation_floats(&cell->stage, cell->stage.n_tensors);
+            snprintf(name, sizeof name, "rotation.%d", s);
+            if (floats > 0 && put_floats(&cell->stage, &writer, begun, name, cell->stage.rotation, floats)) return -1;
+            floats = cell_powersgd_floats(trainer, cell);
             snprintf(name, sizeof name, "powersgd.%d", s);
             if (floats == 0) continue;
             if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
@@ -2703,7 +2861,14 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
                 result = tensor == NULL ? -1 : stage_read(stage, to, stage->tensors[i].n, tensor, 0);
             }
         }
-        int64_t floats = cell_powersgd_floats(trainer, cell);
+        int64_t floats = rotation_floats(stage, stage->n_tensors);
+        snprintf(name, sizeof name, "rotation.%d", s);
+        if (result == 0 && floats > 0) {
+            const SafeTensor *tensor = state_tensor(&file, name, floats);
+            result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
+        }
+        stage->has_basis = trainer->progress.adam_steps > 0;
+        floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
         const SafeTensor *tensor = state_tensor(&file, name, floats);
@@ -2719,14 +2884,6 @@ static int put_bytes(SafeTensorsWriter *writer, int begun, const char *name, con
     if (bytes == NULL) return 0;
     if (!begun) return safetensors_declare(writer, name, DTYPE_U8, &n_bytes, 1);
     file_write(&writer->file, bytes, (size_t)n_bytes);
-    return 0;
-}
-
-// Declares or writes n floats of tensor memory.
-static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
-                      int64_t n) {
-    if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
-    stage_append(stage, writer, from, n, DTYPE_F32);
     return 0;
 }
 
@@ -3029,9 +3186,11 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {
-            "model",         "init",        "seq",   "dp",           "local-steps", "fragments",   "overlap",
-            "powersgd-rank", "anchor-rank", "codec", "codec-coding", "klt-predict", "klt-forward", "anchor-use"};
+        static const char *const fixed[] = {"model",           "init",          "seq",          "dp",
+                                            "local-steps",     "fragments",     "overlap",      "powersgd-rank",
+                                            "anchor-rank",     "codec",         "codec-coding", "klt-predict",
+                                            "klt-forward",     "anchor-use",    "optimizer",    "rotate-source",
+                                            "rotate-geometry", "rotate-max-dim"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -3239,6 +3398,21 @@ static void print_mesh(const Trainer *trainer) {
     if (mesh->n_stages > 1) print_better_codec(trainer);
 }
 
+// The optimizer in words, unless it is AdamW.
+static void print_optimizer(const Options *opts) {
+    char name[32], source[32], geometry[32], refresh[32];
+    if (opts->optimizer == OPTIMIZER_ADAMW) return;
+    cli_choice_name(name, sizeof name, optimizer_names, opts->optimizer);
+    cli_choice_name(source, sizeof source, rotate_sources, opts->rotate_source);
+    cli_choice_name(geometry, sizeof geometry, rotate_geometries, opts->rotate_geometry);
+    cli_choice_name(refresh, sizeof refresh, refresh_names, opts->refresh);
+    printf("     optimizer %s", name);
+    if (opts->optimizer == OPTIMIZER_ROTATE)
+        printf(", bases (%s, %s) refreshed every %d steps, %s, of sides up to %d", source, geometry, opts->rotate_every,
+               refresh, opts->rotate_max_dim);
+    printf("\n");
+}
+
 static void print_plan(const Trainer *trainer) {
     const Config *c = &trainer->config;
     const Options *opts = &trainer->opts;
@@ -3256,7 +3430,9 @@ static void print_plan(const Trainer *trainer) {
     if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
     if (training) {
         print_count("gradients (fp32)", (double)bytes.grads, "B");
-        print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");
+        print_count(mesh_model(mesh, 0)->optimizer.kind == OPTIMIZER_ADAMW ? "AdamW moments (2 x fp32)"
+                                                                           : "optimizer state (fp32)",
+                    (double)bytes.moments, "B");
     }
     if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
     print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
@@ -3278,6 +3454,7 @@ static void print_plan(const Trainer *trainer) {
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
+    print_optimizer(opts);
     if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored) print_mesh(trainer);
 }
 
@@ -3333,6 +3510,9 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
+    plan.keeps_delta = opts->optimizer == OPTIMIZER_PIPEMARE;
+    plan.rotation_bytes = 4.0 * (double)rotation_floats(&mesh->cells[0].stage, mesh->cells[0].stage.n_tensors) /
+                          mesh->cells[0].stage.n_layers;
     if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
         KltShape shape = klt_shape(trainer);
         plan.table_bytes = (double)(klt_estimate_table(&shape, 0) + klt_estimate_table(&shape, 1));
@@ -3550,13 +3730,14 @@ static double filter_flops(const Stage *stage, const Anchor *anchor) {
     return flops;
 }
 
-// Norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is the first
-// replica's.
+// Norms, filter and the optimizer's step of every cell, unless a gradient is not finite anywhere. The norm told is the
+// first replica's.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
-    AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
+    AdamW adam = {opts->beta1 >= 0.0f ? opts->beta1 : optimizer_beta1((OptimizerKind)opts->optimizer), opts->beta2,
+                  opts->adam_eps};
     int filtered = is_filtered(trainer);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
@@ -3572,13 +3753,12 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         Cell *cell = &mesh->cells[i];
         double start = seconds();
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
-        stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
-                     trainer->stream);
+        float lr = optimizer_lr(cell->stage.optimizer.kind, result->lr, cell->stage.delay, p->step, trainer->n_steps);
+        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps, trainer->stream);
         if (cells_are_timed(mesh)) stream_wait(trainer->stream);
-        if (mesh->device_flops == 0.0)
-            clock_compute(&cell->clock, seconds() - start);
-        else if (filtered && opts->alpha != 1.0f)
-            clock_compute(&cell->clock, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
+        double flops = update_flops(&cell->stage);
+        if (filtered && opts->alpha != 1.0f) flops += filter_flops(&cell->stage, &trainer->anchor);
+        clock_compute(&cell->clock, mesh->device_flops > 0.0 ? flops / mesh->device_flops : seconds() - start);
     }
 }
 
@@ -3943,6 +4123,9 @@ static const char *const anchor_options[] = {"anchor-delay",  "anchor-batch",   
 static const char *const outer_options[] = {"local-steps", "outer-lr", "outer-momentum", "fragments",
                                             "overlap",     "mix",      "powersgd-rank",  NULL};
 
+static const char *const rotate_options[] = {"rotate-source",  "rotate-geometry", "rotate-every",
+                                             "rotate-max-dim", "refresh",         NULL};
+
 // -1 if one of these options was given although nothing uses it.
 static int given_in_vain(const Trainer *trainer, const char *const *names, const char *reason) {
     for (; *names != NULL; names++)
@@ -3987,6 +4170,25 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
             return error_set("--anchor-delay %s: a number of steps from 1 on, or auto", opts->anchor_delay);
         trainer->anchor_delay = (int)delay;
     }
+    return 0;
+}
+
+// Every cell's optimizer.
+static int decide_optimizer(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
+    Optimizer optimizer = {(OptimizerKind)opts->optimizer,
+                           (RotateSource)opts->rotate_source,
+                           (RotateGeometry)opts->rotate_geometry,
+                           (Refresh)opts->refresh,
+                           opts->rotate_every,
+                           opts->rotate_max_dim};
+    if (optimizer.kind != OPTIMIZER_ROTATE &&
+        given_in_vain(trainer, rotate_options, "nothing is rotated (--optimizer rotate)"))
+        return -1;
+    if (optimizer.refresh != REFRESH_UNIFORM && mesh->n_stages == 1)
+        return error_set("--refresh goes by the stages' delays, and there is one stage; give -y 2 or more");
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].stage.optimizer = optimizer;
     return 0;
 }
 
@@ -4144,7 +4346,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
         trainer->n_params += stage->n_params;
     if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
-    if (decide_outer(trainer)) return -1;
+    if (decide_outer(trainer) || (training && decide_optimizer(trainer))) return -1;
     int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL;
     if (needs_data && open_data(trainer)) return -1;
     if (training && decide_steps(trainer)) return -1;
