@@ -5740,6 +5740,42 @@ static int64_t allocated(const void *memory) {
                : (int64_t)(*(const size_t *)(const void *)((const char *)memory - DEVICE_ALIGN) - DEVICE_ALIGN);
 }
 
+// What an optimizer keeps and passes through is what the plan has counted. Must fail for: bases or delta not counted, a
+// scratch of the first matrix instead of the largest.
+static void test_optimizer_memory(void) {
+    Config config;
+    check(config_from_spec(&config, "d=24,layers=2,heads=4,kv=2,ffn=40,vocab=58,ctx=64") == 0, "%s", error_message);
+    static const OptimizerKind kinds[] = {OPTIMIZER_ROTATE,   OPTIMIZER_ROTATE,   OPTIMIZER_ROTATE, OPTIMIZER_ROTATE,
+                                          OPTIMIZER_PIPEMARE, OPTIMIZER_NESTEROV, OPTIMIZER_MUON,   OPTIMIZER_ADAMW};
+    for (int way = 0; way < 8; way++) {
+        Stage stage;
+        AdamW adam = {0.9f, 0.999f, 1e-8f};
+        Stream *stream = test_stream(PRECISION_FP32, 2);
+        Optimizer optimizer = {kinds[way], (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM,
+                               2,          way == 3 ? 30 : 4096};
+        int64_t largest = 0;
+        check(stage_table(&stage, &config, 0, 2) == 0, "%s", error_message);
+        stage.optimizer = optimizer;
+        check(stage_plan(&stage, 2, 8, 1, 0) == 0 && stage_alloc(&stage, stream) == 0, "%s", error_message);
+        for (int64_t i = 0; i < stage.arena_floats; i++) stage.grads[i] = 1e-3f * (float)(i % 37 - 18);
+        for (int step = 1; step <= 3; step++) stage_update(&stage, adam, 1e-3f, 0.1f, 1.0, 1.0f, step, stream);
+        check(stream_check(stream) == 0, "%s", error_message);
+        for (int i = 0; i < stage.n_tensors; i++)
+            largest = larger(largest, optimizer_scratch_floats(&optimizer, &stage.tensors[i]));
+        StageBytes plan = stage_bytes(&stage, PRECISION_FP32, 2);
+        int64_t kept = allocated(stage.m) + allocated(stage.v) + allocated(stage.delta) + allocated(stage.rotation);
+        check(plan.moments == kept, "way %d: %lld bytes planned, %lld kept", way, (long long)plan.moments,
+              (long long)kept);
+        check((int64_t)stream->scratch[SCRATCH_STEP].n_bytes == 4 * largest, "way %d: %zu bytes of scratch, not %lld",
+              way, stream->scratch[SCRATCH_STEP].n_bytes, (long long)(4 * largest));
+        stage.optimizer.kind = OPTIMIZER_ADAMW;
+        StageBytes plain = stage_bytes(&stage, PRECISION_FP32, 2);
+        check(plan.scratch == plain.scratch + 4 * largest, "way %d: scratch planned", way);
+        stage_free(&stage);
+        stream_destroy(stream);
+    }
+}
+
 static int64_t allocated_moments(const KltMoments *moments) {
     return allocated(moments->xx) + allocated(moments->sample);
 }
@@ -5898,6 +5934,19 @@ static void test_device_mesh(void) {
         snprintf(command, sizeof command, TINY_MESH "-n 2 -o @/codec%d --codec %s", i, codecs[i]);
         check_run(0, NULL, command, "done: 2 steps");
     }
+    static const char *const optimizers[] = {"rotate --rotate-every 2", "nesterov", "pipemare", "muon"};
+    for (int i = 0; i < 4; i++) {
+        char command[1024], whole[64], parts[64];
+        snprintf(whole, sizeof whole, "opt%d", i);
+        snprintf(parts, sizeof parts, "opt%d_parts", i);
+        snprintf(command, sizeof command, TINY_MESH "-n 3 -o @/%s --optimizer %s", whole, optimizers[i]);
+        check_run(0, NULL, command, "done: 3 steps");
+        snprintf(command, sizeof command, TINY_MESH "-n 3 -o @/%s --stop-after 2 --optimizer %s", parts, optimizers[i]);
+        check_run(0, NULL, command, "stopped after step 2");
+        snprintf(command, sizeof command, "-o @/%s --resume", parts);
+        check_run(0, NULL, command, "done: 3 steps");
+        check_same_latest(whole, parts, files, 2, optimizers[i]);
+    }
     check_run(0, NULL, "-m @/whole/latest/model.bin --generate ab --max-tokens 3", "ab");
     check_run(0, NULL, "-m @/whole/latest/model.bin --eval --val-data @/corpus.jsonl --val-tokens 16 -t 8",
               "validation loss");
@@ -5956,6 +6005,7 @@ static const struct {
     {"filtered_step", test_filtered_step},
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
+    {"optimizer_memory", test_optimizer_memory},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
