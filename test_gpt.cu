@@ -5639,7 +5639,7 @@ static void count_refreshes(int *counts, Refresh refresh, int every, int phase) 
 
 // When bases are refreshed, which sides, and the learning rate under delay. Must fail for: t mod f = 1, a phase the
 // wrong way, the delay's share of the sum without P, the last stage's delay 1; a quarter instead of a tenth of the
-// steps.
+// steps; mu_t for mu_{t+1}.
 static void test_optimizer_rules(void) {
     int uniform[4], aware[4], reversed[4], often[4], phased[4];
     Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, REFRESH_UNIFORM, 10, 100};
@@ -5683,6 +5683,17 @@ static void test_optimizer_rules(void) {
     check(fabs((double)pipemare_decay(4) - pow(0.135, 0.25)) < 1e-7 && pipemare_decay(0) == pipemare_decay(1) &&
               fabs((double)pipemare_decay(0) - 0.135) < 1e-7,
           "PipeMare's decay %g, %g", (double)pipemare_decay(4), (double)pipemare_decay(0));
+    AdamW adam = {0.99f, 0.95f, 1e-8f};
+    NesterovProduct kept = {0, 0.0};
+    double b1 = (double)adam.beta1, product = 1.0, mu = 0.0, next = b1 * (1.0 - 0.5 * pow(0.96, 0.004));
+    for (int t = 1; t <= 300; t++) {
+        mu = next, product *= mu, next = b1 * (1.0 - 0.5 * pow(0.96, 0.004 * (t + 1)));
+        NesterovStep at = nesterov_step(adam, 1e-2f, 0.1f, 1.0f, t, &kept);
+        double of_grad = 0.01 * (1.0 - mu) / (1.0 - product), of_mean = 0.01 * next / (1.0 - product * next);
+        check(fabs((double)at.grad_size - of_grad) < 3e-7 * of_grad &&
+                  fabs((double)at.mean_size - of_mean) < 3e-7 * of_mean,
+              "Nesterov's step %d: %g %g, not %g %g", t, (double)at.grad_size, (double)at.mean_size, of_grad, of_mean);
+    }
     check(optimizer_beta1(OPTIMIZER_NESTEROV) == 0.99f && optimizer_beta1(OPTIMIZER_ADAMW) == 0.9f, "beta1");
 }
 
