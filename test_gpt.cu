@@ -5697,6 +5697,136 @@ static void test_optimizer_rules(void) {
     check(optimizer_beta1(OPTIMIZER_NESTEROV) == 0.99f && optimizer_beta1(OPTIMIZER_ADAMW) == 0.9f, "beta1");
 }
 
+// The estimate against a known matrix. Must fail for: means for medians, v normal instead of Cauchy.
+static void test_alignment_estimate(void) {
+    enum { N = 80 };
+    float *H = random_values(N * N, 60, 1.0f), *rows = (float *)malloc(sizeof(float) * N * ALIGNMENT_DRAWS);
+    double worst = 0.0, mean = 0.0;
+    for (int seed = 1; seed <= 20; seed++) {
+        double exact = 0.0;
+        for (int i = 0; i < N; i++) {
+            for (int d = 0; d < ALIGNMENT_DRAWS; d++) {
+                double sum = 0.0;
+                for (int j = 0; j < N; j++)
+                    sum += (double)H[i * N + j] * (double)alignment_cauchy((uint64_t)seed, (uint32_t)d, (uint64_t)j);
+                rows[i * ALIGNMENT_DRAWS + d] = (float)sum;
+            }
+            for (int j = 0; j < N; j++) exact += fabs((double)H[i * N + j]);
+        }
+        double error = alignment_sum(rows, N) / exact - 1.0;
+        worst = fmax(worst, fabs(error)), mean += error / 20.0;
+    }
+    check(worst < 0.45 && fabs(mean) < 0.1, "off by %g at most, by %g on average", worst, mean);
+    free(H);
+    free(rows);
+}
+
+#ifndef DEVICE_CUDA // reads and writes the host's tensors
+typedef struct {
+    MeshRun *run;
+    int n;     // values of all block matrices
+    double *H; // (n,n)
+} Hessian;
+
+// Gradients of the block matrices on the batch, one after the other.
+static void hessian_gradients(const Hessian *h, double *to) {
+    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL};
+    check(mesh_run(&h->run->trainer.mesh, 0, 1, &pass) == 0, "%s", error_message);
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            for (int64_t j = 0; stage->tensors[i].block && j < stage->tensors[i].n; j++)
+                *to++ = (double)stage->grads[stage->tensors[i].offset + j];
+}
+
+// H by differences, one parameter at a time.
+static void hessian_fill(Hessian *h) {
+    double *minus = (double *)malloc(sizeof(double) * (size_t)h->n), *row = h->H;
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            float *param = stage->params + stage->tensors[i].offset;
+            for (int64_t j = 0; stage->tensors[i].block && j < stage->tensors[i].n; j++, row += h->n) {
+                float start = param[j];
+                param[j] = start + 0.01f;
+                hessian_gradients(h, row);
+                param[j] = start - 0.01f;
+                hessian_gradients(h, minus);
+                param[j] = start;
+                for (int k = 0; k < h->n; k++) row[k] = (row[k] - minus[k]) / 0.02;
+            }
+        }
+    }
+    free(minus);
+}
+
+// values (m,n), `stride` apart, = Q_L^T values Q_R
+static void hessian_turn(double *values, int64_t stride, const RotateBasis *basis, int m, int n) {
+    double *turned = (double *)calloc((size_t)(m * n), sizeof(double));
+    for (int a = 0; a < m; a++)
+        for (int b = 0; b < n; b++)
+            for (int i = 0; i < m; i++)
+                for (int j = 0; j < n; j++)
+                    turned[a * n + b] +=
+                        (double)basis->left[i * m + a] * values[(i * n + j) * stride] * (double)basis->right[j * n + b];
+    for (int i = 0; i < m * n; i++) values[i * stride] = turned[i];
+    free(turned);
+}
+
+// H = R^T H R, R the bases of all matrices.
+static void hessian_rotate(Hessian *h) {
+    int at = 0;
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            int m = (int)t->shape[0], n = (int)t->shape[1];
+            if (!t->block) continue;
+            RotateBasis basis = rotate_basis(stage->rotation + rotation_floats(stage, i),
+                                             rotate_sides(&stage->optimizer, m, n), stage->optimizer.source, m, n);
+            for (int k = 0; k < h->n; k++) {
+                hessian_turn(h->H + (int64_t)k * h->n + at, 1, &basis, m, n);
+                hessian_turn(h->H + (int64_t)at * h->n + k, h->n, &basis, m, n);
+            }
+            at += m * n;
+        }
+    }
+}
+
+static double hessian_sum(const Hessian *h) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < (int64_t)h->n * h->n; i++) sum += fabs(h->H[i]);
+    return sum;
+}
+
+// The measurement of a small run beside the whole Hessian by differences, in raw and rotated bases; nothing is changed
+// by it. Must fail for: v or Hv not turned, turned the wrong way, one-sided differences of twice the distance.
+static void test_alignment(void) {
+    write_corpus();
+    Hessian h = {mesh_run_open("--init d=4,layers=2,heads=1,kv=1,ffn=6,vocab=258,ctx=16 -d @/corpus.jsonl -b 4 -t 16 "
+                               "-l 3e-2 --precision fp32 --threads 1 -y 2 -x 1 --optimizer rotate -n 40"),
+                 272, NULL};
+    Stage *model = mesh_model(&h.run->trainer.mesh, 0);
+    StepResult result;
+    size_t n_bytes = sizeof(float) * (size_t)model->arena_floats;
+    h.H = (double *)malloc(sizeof(double) * (size_t)(h.n * h.n));
+    for (int step = 0; step < 12; step++) mesh_run_step(h.run);
+    check(isnan(h.run->result.alignment[0]), "measured unasked");
+    float *params = (float *)malloc(n_bytes), *grads = (float *)malloc(n_bytes);
+    memcpy(params, model->params, n_bytes), memcpy(grads, model->grads, n_bytes);
+    check(measure_alignment(&h.run->trainer, h.run->batches, &result) == 0, "%s", error_message);
+    check(memcmp(params, model->params, n_bytes) == 0 && memcmp(grads, model->grads, n_bytes) == 0, "not put back");
+    hessian_fill(&h);
+    double raw = hessian_sum(&h);
+    hessian_rotate(&h);
+    double rotated = hessian_sum(&h);
+    check(fabs(result.alignment[0] / raw - 1.0) < 0.35, "raw %g, by differences %g", result.alignment[0], raw);
+    check(fabs(result.alignment[1] / rotated - 1.0) < 0.35, "rotated %g, by differences %g", result.alignment[1],
+          rotated);
+    free(params);
+    free(grads);
+    free(h.H);
+    mesh_run_close(h.run);
+}
+#endif
+
 // Whole runs with every optimizer: other weights than AdamW's, and resumed the same bits, the state with them; bases
 // of no side are AdamW; and what cannot be is refused. Must fail for: bases, delta or their flag forgotten by a
 // checkpoint, a default of beta1 that a resumed run takes anew.
@@ -5730,6 +5860,20 @@ static void test_optimizer_runs(void) {
         snprintf(path, sizeof path, "%s/latest/model.bin", whole);
         check(i == 0 || !same_file(path, "o0/latest/model.bin"), "%s: AdamW's weights", cases[i].words);
     }
+    SafeTensors state;
+    int64_t n = 0;
+    if (check(safetensors_open(&state, scratch_path("o6/latest/optimizer.bin")) == 0, "%s", error_message)) {
+        float *delta = dump_values(&state, "delta.", "model.layers.5.mlp.up_proj.weight", &n);
+        check(n == 24 * 40 && delta[0] != 0.0f && delta[n - 1] != 0.0f, "PipeMare's delta");
+        free(delta);
+        safetensors_close(&state);
+    }
+    check_run(0, NULL, DEEP "-n 4 --optimizer rotate --precision fp32 --measure-alignment 2 -o @/aligned", "done: 4");
+    char *log = read_text("aligned/log.jsonl");
+    check(strstr(log, "\"hessian_sizes\":{\"raw\":") != NULL && strstr(log, "\"rotated\":null}") != NULL, "%s", log);
+    free(log);
+    if (device_has_bf16())
+        check_run(1, NULL, DEEP "-n 2 --measure-alignment 1 --precision bf16 -o @/refused", "give --precision fp32");
     check_run(0, NULL, DEEP "-n 8 --optimizer rotate --rotate-max-dim 5 -o @/unrotated", "done: 8 steps");
     check_same_run("unrotated", "o0");
     check_run(0, NULL, DEEP "-n 8 --optimizer adamw --beta1 0.99 -o @/slow", "done: 8 steps");
@@ -6017,6 +6161,7 @@ static const struct {
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
     {"optimizer_memory", test_optimizer_memory},
+    {"alignment_measured", test_alignment},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -6047,6 +6192,7 @@ static const struct {
     {"klt_mesh", test_klt_mesh},
     {"optimizer_rules", test_optimizer_rules},
     {"optimizer_runs", test_optimizer_runs},
+    {"alignment_estimate", test_alignment_estimate},
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
     {"dense", test_dense},

@@ -29,6 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "llmc/alignment.h"
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
@@ -113,7 +114,7 @@ typedef struct {
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, klt_predict, anchor_use;
     float klt_metric, klt_forward;
-    int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh;
+    int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -198,6 +199,7 @@ static const Option option_table[] = {
 { "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
 { "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
+{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases; 0 = none" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -3562,6 +3564,7 @@ typedef struct {
     Sent sent;     // bytes of all cells, and the anchor's
     double
         probe[3]; // cosine of the fast gradient with the unmasked one: all, block matrices, filtered; NaN: not probed
+    double alignment[2]; // sum of the Hessian's sizes, raw and in the rotated bases; NaN: not measured
 } StepResult;
 
 // Whose weights the anchor follows: the merged ones, which reach it with every outer step, or those of the first
@@ -3719,6 +3722,162 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     return stream_check(trainer->stream);
 }
 
+static int is_due(int64_t step, int64_t every) {
+    return every > 0 && step % every == 0;
+}
+
+// Memory of a measurement: arenas of a model's stages, one after the other, and what has been found.
+typedef struct {
+    float *start, *grads, *direction, *plus; // parameters and gradients to come back to; v, and gradients beyond it
+    float *values;                           // of one tensor, the host's
+    float *rows;                             // (ALIGNMENT_ROWS and one a tensor, ALIGNMENT_DRAWS), the host's
+    int64_t n_blocks, n_rows;                // values of all block matrices; rows that are looked at
+} Alignment;
+
+static void alignment_free(Alignment *a) {
+    device_free(a->start);
+    device_free(a->grads);
+    device_free(a->direction);
+    device_free(a->plus);
+    free(a->values);
+    free(a->rows);
+}
+
+static int64_t alignment_rows(const Alignment *a, const Tensor *t) {
+    int64_t rows = ALIGNMENT_ROWS * t->n / a->n_blocks;
+    return rows < 1 ? 1 : rows < t->n ? rows : t->n;
+}
+
+static int alignment_alloc(Alignment *a, const Stage *model) {
+    size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
+    int64_t largest = 0;
+    memset(a, 0, sizeof *a);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block)
+                a->n_blocks += stage->tensors[i].n, largest = larger(largest, stage->tensors[i].n);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block) a->n_rows += alignment_rows(a, &stage->tensors[i]);
+    a->start = (float *)device_alloc(n_bytes), a->grads = (float *)device_alloc(n_bytes);
+    a->direction = (float *)device_alloc(n_bytes), a->plus = (float *)device_alloc(n_bytes);
+    a->values = (float *)malloc(sizeof(float) * (size_t)largest);
+    a->rows = (float *)malloc(sizeof(float) * ALIGNMENT_DRAWS * (size_t)a->n_rows);
+    if (a->start == NULL || a->grads == NULL || a->direction == NULL || a->plus == NULL) return -1;
+    return a->values != NULL && a->rows != NULL ? 0 : error_set("out of memory to measure the alignment");
+}
+
+// A block matrix in place into its bases, or back out of them.
+static int alignment_turn(const Stage *stage, int tensor, float *matrix, int back) {
+    const Tensor *t = &stage->tensors[tensor];
+    int m = (int)t->shape[0], n = (int)t->shape[1];
+    RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+    RotateWork work;
+    if (!sides.left && !sides.right) return 0;
+    RotateBasis basis =
+        rotate_basis(stage->rotation + rotation_floats(stage, tensor), sides, stage->optimizer.source, m, n);
+    if (rotate_work(&work, sides, m, n, stage->stream)) return -1;
+    rotate_turn(work.a, matrix, work.c, &basis, m, n, back, stage->stream);
+    device_copy(matrix, work.a, sizeof(float) * (size_t)t->n, stage->stream);
+    return 0;
+}
+
+// The draw's vector v over the block matrices, in raw or rotated bases. Returns its norm over that of the weights, NaN
+// if it failed.
+static double alignment_draw(Alignment *a, const Stage *model, int draw, int rotated, uint64_t seed) {
+    double squares = 0.0, weights = 0.0;
+    int64_t at = 0;
+    uint64_t index = 0;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            float *v = a->direction + at + t->offset;
+            if (!t->block) continue;
+            for (int64_t j = 0; j < t->n; j++) a->values[j] = alignment_cauchy(seed, (uint32_t)draw, index++);
+            device_copy(v, a->values, sizeof(float) * (size_t)t->n, stage->stream);
+            if (rotated && alignment_turn(stage, i, v, 1)) return (double)NAN;
+            squares += sum_of_squares(v, t->n, stage->stream);
+            weights += sum_of_squares(stage->params + t->offset, t->n, stage->stream);
+        }
+    }
+    return sqrt(squares / weights);
+}
+
+static void alignment_put_params(Stage *model, const Alignment *a) {
+    const float *from = a->start;
+    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
+        device_copy(stage->params, from, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+}
+
+// Parameters = where they were + distance * v; their gradients on the batch.
+static int alignment_gradients(Trainer *trainer, const Alignment *a, float distance, const Batch *batches) {
+    Pass pass = {batches, trainer->progress.step, 0, 0, NULL};
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    int64_t at = 0;
+    alignment_put_params(model, a);
+    for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        vector_blend(stage->params, a->direction + at, 1.0f, distance, 1.0f, stage->arena_floats, stage->stream);
+    return mesh_run(&trainer->mesh, 0, 1, &pass);
+}
+
+// rows of this draw = (gradients in plus - gradients now) / (2 distance), a sample of each block matrix.
+static int alignment_take(Alignment *a, const Stage *model, int draw, int rotated, float distance, uint64_t seed) {
+    float *row = a->rows + draw;
+    int64_t at = 0;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
+        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            float *difference = a->plus + at + t->offset;
+            if (!t->block) continue;
+            if (rotated && alignment_turn(stage, i, difference, 0)) return -1;
+            device_copy(a->values, difference, sizeof(float) * (size_t)t->n, stage->stream);
+            for (int64_t j = 0; j < alignment_rows(a, t); j++, row += ALIGNMENT_DRAWS) {
+                uint64_t which = rand_permute((uint64_t)j, (uint64_t)t->n, seed, RAND_ALIGNMENT, (uint64_t)t->index);
+                *row = a->values[which] / (2.0f * distance);
+            }
+        }
+    }
+    return stream_check(model->stream);
+}
+
+// The sum of |H_ij| over the first replica's block matrices, H of the mean loss of its batch, in raw or rotated bases;
+// NaN if it failed. Products with H are central differences of unmasked gradients, a hundredth of the weights' norm to
+// each side.
+static double alignment_measure(Trainer *trainer, Alignment *a, int rotated, const Batch *batches) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    uint64_t seed = (uint64_t)trainer->opts.seed;
+    for (int draw = 0; draw < ALIGNMENT_DRAWS; draw++) {
+        float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+        if (!isfinite(distance) || alignment_gradients(trainer, a, distance, batches)) return (double)NAN;
+        model_copy_grads(a->plus, model);
+        if (alignment_gradients(trainer, a, -distance, batches)) return (double)NAN;
+        int failed = alignment_take(a, model, draw, rotated, distance, seed);
+        alignment_put_params(model, a);
+        if (failed) return (double)NAN;
+    }
+    return alignment_sum(a->rows, a->n_rows) * (double)a->n_blocks / (double)a->n_rows;
+}
+
+// Both sums into the result, the second one once there are bases. Parameters and gradients are put back.
+static int measure_alignment(Trainer *trainer, const Batch *batches, StepResult *result) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    Alignment a;
+    int64_t at = 0;
+    int failed = alignment_alloc(&a, model);
+    if (!failed) {
+        model_copy_grads(a.grads, model);
+        for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+            device_copy(a.start + at, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+        result->alignment[0] = alignment_measure(trainer, &a, 0, batches);
+        if (model->rotation != NULL && model->has_basis)
+            result->alignment[1] = alignment_measure(trainer, &a, 1, batches);
+        model_put_grads(model, a.grads);
+    }
+    alignment_free(&a);
+    return failed ? -1 : stream_check(trainer->stream);
+}
+
 // Multiplications and additions of the filter over a stage's block matrices.
 static double filter_flops(const Stage *stage, const Anchor *anchor) {
     double flops = 0.0;
@@ -3771,6 +3930,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     double loss = 0.0;
     memset(result, 0, sizeof *result);
     for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    result->alignment[0] = result->alignment[1] = (double)NAN;
     for (int i = 0; i < n_cells; i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
     if (trainer->anchored && meet_anchor(trainer, result)) return -1;
     next_batches(trainer, batches);
@@ -3787,6 +3947,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
     result->skipped = !isfinite(result->loss);
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
+    if (is_due(p->step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
     if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
     double start = seconds();
     update_cells(trainer, result);
@@ -3854,10 +4015,6 @@ static int print_sample(Trainer *trainer) {
     return result;
 }
 
-static int is_due(int64_t step, int64_t every) {
-    return every > 0 && step % every == 0;
-}
-
 enum { MAX_SKIPPED = 20 }; // steps in a row without a finite gradient before the run gives up
 
 // What is safe on the disk, in words.
@@ -3907,6 +4064,10 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(line, "cosine",
                             json_pack("{s:f, s:f, s:f}", "all", result->probe[0], "blocks", result->probe[1],
                                       "filtered", result->probe[2]));
+    if (isfinite(result->alignment[0]))
+        json_object_set_new(
+            line, "hessian_sizes",
+            json_pack("{s:f, s:o}", "raw", result->alignment[0], "rotated", real_or_null(result->alignment[1])));
     if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
@@ -4186,6 +4347,9 @@ static int decide_optimizer(Trainer *trainer) {
     if (optimizer.kind != OPTIMIZER_ROTATE &&
         given_in_vain(trainer, rotate_options, "nothing is rotated (--optimizer rotate)"))
         return -1;
+    if (opts->measure_alignment > 0 && trainer->precision != PRECISION_FP32)
+        return error_set(
+            "--measure-alignment takes differences of gradients, too fine for bf16; give --precision fp32");
     if (optimizer.refresh != REFRESH_UNIFORM && mesh->n_stages == 1)
         return error_set("--refresh goes by the stages' delays, and there is one stage; give -y 2 or more");
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].stage.optimizer = optimizer;
