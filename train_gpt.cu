@@ -3841,39 +3841,46 @@ static int alignment_take(Alignment *a, const Stage *model, int draw, int rotate
     return stream_check(model->stream);
 }
 
-// The sum of |H_ij| over the first replica's block matrices, H of the mean loss of its batch, in raw or rotated bases;
-// NaN if it failed. Products with H are central differences of unmasked gradients, a hundredth of the weights' norm to
-// each side.
-static double alignment_measure(Trainer *trainer, Alignment *a, int rotated, const Batch *batches) {
+// A draw's products with H into the rows: central differences of unmasked gradients, a hundredth of the weights' norm
+// to each side. Parameters are put back.
+static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
     Stage *model = mesh_model(&trainer->mesh, 0);
     uint64_t seed = (uint64_t)trainer->opts.seed;
-    for (int draw = 0; draw < ALIGNMENT_DRAWS; draw++) {
-        float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
-        if (!isfinite(distance) || alignment_gradients(trainer, a, distance, batches)) return (double)NAN;
-        model_copy_grads(a->plus, model);
-        if (alignment_gradients(trainer, a, -distance, batches)) return (double)NAN;
-        int failed = alignment_take(a, model, draw, rotated, distance, seed);
-        alignment_put_params(model, a);
-        if (failed) return (double)NAN;
-    }
-    return alignment_sum(a->rows, a->n_rows) * (double)a->n_blocks / (double)a->n_rows;
+    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    if (!isfinite(distance)) return error_set("--measure-alignment: the weights are not finite");
+    if (alignment_gradients(trainer, a, distance, batches)) return -1;
+    model_copy_grads(a->plus, model);
+    if (alignment_gradients(trainer, a, -distance, batches)) return -1;
+    alignment_put_params(model, a);
+    return alignment_take(a, model, draw, rotated, distance, seed);
+}
+
+// The sum of |H_ij| over the first replica's block matrices, H of the mean loss of its batch, in raw or rotated bases.
+static int alignment_measure(Trainer *trainer, Alignment *a, int rotated, const Batch *batches, double *sum) {
+    for (int draw = 0; draw < ALIGNMENT_DRAWS; draw++)
+        if (alignment_product(trainer, a, draw, rotated, batches)) return -1;
+    *sum = alignment_sum(a->rows, a->n_rows) * (double)a->n_blocks / (double)a->n_rows;
+    return 0;
+}
+
+// Memory, and what is to be put back.
+static int alignment_begin(Alignment *a, const Stage *model) {
+    int64_t at = 0;
+    if (alignment_alloc(a, model)) return -1;
+    model_copy_grads(a->grads, model);
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        device_copy(a->start + at, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+    return 0;
 }
 
 // Both sums into the result, the second one once there are bases. Parameters and gradients are put back.
 static int measure_alignment(Trainer *trainer, const Batch *batches, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
+    int has_basis = model->rotation != NULL && model->has_basis;
     Alignment a;
-    int64_t at = 0;
-    int failed = alignment_alloc(&a, model);
-    if (!failed) {
-        model_copy_grads(a.grads, model);
-        for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
-            device_copy(a.start + at, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
-        result->alignment[0] = alignment_measure(trainer, &a, 0, batches);
-        if (model->rotation != NULL && model->has_basis)
-            result->alignment[1] = alignment_measure(trainer, &a, 1, batches);
-        model_put_grads(model, a.grads);
-    }
+    int failed = alignment_begin(&a, model) || alignment_measure(trainer, &a, 0, batches, &result->alignment[0]) ||
+                 (has_basis && alignment_measure(trainer, &a, 1, batches, &result->alignment[1]));
+    if (!failed) model_put_grads(model, a.grads);
     alignment_free(&a);
     return failed ? -1 : stream_check(trainer->stream);
 }
@@ -4350,6 +4357,10 @@ static int decide_optimizer(Trainer *trainer) {
     if (opts->measure_alignment > 0 && trainer->precision != PRECISION_FP32)
         return error_set(
             "--measure-alignment takes differences of gradients, too fine for bf16; give --precision fp32");
+    if (opts->measure_alignment > 0 && mesh->n_stages > 1 && opts->wire != WIRE_FP32)
+        return error_set(
+            "--measure-alignment takes differences of gradients, too fine for a bf16 boundary; give --wire "
+            "fp32");
     if (optimizer.refresh != REFRESH_UNIFORM && mesh->n_stages == 1)
         return error_set("--refresh goes by the stages' delays, and there is one stage; give -y 2 or more");
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].stage.optimizer = optimizer;

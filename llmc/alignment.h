@@ -6,8 +6,9 @@
 //   for (int d = 0; d < ALIGNMENT_DRAWS; d++) ... v_j = alignment_cauchy(seed, d, j) ... rows[i * ALIGNMENT_DRAWS + d]
 //   double sum = alignment_sum(rows, n_rows) * n / n_rows;
 //
-// All draws share v among the rows, so the sum of an estimate is off by a tenth or two; two bases that are measured by
-// the same draws are off alike.
+// A median of K draws is off by about pi/2 / sqrt(K), 28% of 31, and the rows of a draw share v: the sum is off by that
+// much too where H is dense (80 x 80 normal values, 20 seeds: up to WORST), less where it is near diagonal. Take
+// several steps' estimates together.
 #ifndef LLMC_ALIGNMENT_H
 #define LLMC_ALIGNMENT_H
 
@@ -17,11 +18,11 @@
 
 #include "rand.h" // rand_block
 
-#define ALIGNMENT_DRAWS 15   // odd
+#define ALIGNMENT_DRAWS 31   // odd
 #define ALIGNMENT_ROWS  4096 // rows of H that are looked at, at most about
 
-// What a median of 15 values of |Cauchy| is on average, of scale 1: the mean of tan(pi u / 2), u of Beta(8, 8).
-#define ALIGNMENT_MEDIAN 1.0886
+// What a median of 31 values of |Cauchy| is on average, of scale 1: the mean of tan(pi u / 2), u of Beta(16, 16).
+#define ALIGNMENT_MEDIAN 1.0412
 
 // Standard Cauchy value number `index` of a draw.
 static inline float alignment_cauchy(uint64_t seed, uint32_t draw, uint64_t index) {
