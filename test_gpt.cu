@@ -5801,8 +5801,8 @@ static void hessian_product(Hessian *h, int rotated) {
     const Stage *model = mesh_model(&h->run->trainer.mesh, 0);
     uint64_t seed = (uint64_t)h->run->trainer.opts.seed;
     int64_t at = 0, row = 0;
-    check(alignment_begin(&a, model) == 0 && a.n_blocks == h->n && a.n_rows == h->n, "%lld of %d rows",
-          (long long)a.n_rows, h->n);
+    check(alignment_begin(&a, model) == 0, "%s", error_message);
+    check(a.n_blocks == h->n && a.n_rows == h->n, "%lld of %d rows", (long long)a.n_rows, h->n);
     check(alignment_product(&h->run->trainer, &a, 3, rotated, h->run->batches) == 0, "%s", error_message);
     for (int i = 0; i < h->n; i++)
         for (int j = 0; j < h->n; j++)
