@@ -33,7 +33,7 @@ static inline int rotate_work(RotateWork *work, RotateSides sides, int m, int n,
                                    sizeof(float) * (size_t)rotate_scratch_floats(sides, m, n));
     if (work->a == NULL) return -1;
     work->b = work->a + count, work->c = work->b + count, work->square = work->c + count;
-    work->keys = work->square + side * side, work->order = (int *)(work->keys + (m > n ? m : n));
+    work->keys = work->square + side * side, work->order = (int *)(void *)(work->keys + (m > n ? m : n));
     return 0;
 }
 
