@@ -23,11 +23,14 @@
 #include "dev/cuda_tests/linalg.h"
 #include "dev/cuda_tests/mask.h"
 #include "dev/cuda_tests/matmul.h"
+#include "dev/cuda_tests/muon.h"
 #include "dev/cuda_tests/nccl.h"
+#include "dev/cuda_tests/nesterov.h"
 #include "dev/cuda_tests/outer.h"
 #include "dev/cuda_tests/powersgd.h"
 #include "dev/cuda_tests/rmsnorm.h"
 #include "dev/cuda_tests/rope.h"
+#include "dev/cuda_tests/rotate.h"
 #include "dev/cuda_tests/spectral.h"
 #include "dev/cuda_tests/swiglu.h"
 #include "dev/cuda_tests/vector.h"
@@ -48,11 +51,14 @@ static const struct {
     {"linalg", test_cuda_linalg},
     {"mask", test_cuda_mask},
     {"matmul", test_cuda_matmul},
+    {"muon", test_cuda_muon},
     {"nccl", test_cuda_nccl},
+    {"nesterov", test_cuda_nesterov},
     {"outer", test_cuda_outer},
     {"powersgd", test_cuda_powersgd},
     {"rmsnorm", test_cuda_rmsnorm},
     {"rope", test_cuda_rope},
+    {"rotate", test_cuda_rotate},
     {"spectral", test_cuda_spectral},
     {"swiglu", test_cuda_swiglu},
     {"vector", test_cuda_vector},

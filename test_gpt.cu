@@ -2651,6 +2651,226 @@ static void test_spectral_reference(void) {
     stream_destroy(stream);
 }
 
+// A case of the dump of dev/reference/dump_rotate.py.
+typedef struct {
+    const char *name;
+    int m, n;
+    int64_t count;
+    float *start, *param, *M, *v; // (m,n)
+} RotateCase;
+
+static void rotate_open(RotateCase *c, const SafeTensors *dump, const char *name) {
+    char key[64];
+    snprintf(key, sizeof key, "%s.start", name);
+    c->name = name;
+    c->start = dump_values(dump, "", key, &c->count), c->param = dump_values(dump, "", key, &c->count);
+    c->m = (int)safetensors_find(dump, key)->shape[0], c->n = (int)safetensors_find(dump, key)->shape[1];
+    c->M = guarded(c->count), c->v = guarded(c->count);
+    for (int64_t i = 0; i < c->count; i++) c->M[i] = c->v[i] = 0.0f;
+}
+
+static void rotate_close(RotateCase *c) {
+    release(c->M, c->count, "M");
+    release(c->v, c->count, "v");
+    free(c->start);
+    free(c->param);
+}
+
+static float *rotate_grad(const RotateCase *c, const SafeTensors *dump, int step) {
+    char key[64];
+    int64_t n;
+    snprintf(key, sizeof key, "%s.grad.%d", c->name, step);
+    return dump_values(dump, "", key, &n);
+}
+
+// How far the parameters have come, against the dump's.
+static void rotate_check(const RotateCase *c, const SafeTensors *dump, const char *method, int step, double tol) {
+    char key[64];
+    int64_t n;
+    float *moved = (float *)malloc(sizeof(float) * (size_t)c->count);
+    snprintf(key, sizeof key, "%s.%s.%d", c->name, method, step);
+    float *expected = dump_values(dump, "", key, &n);
+    for (int64_t i = 0; i < n; i++) moved[i] = c->param[i] - c->start[i], expected[i] -= c->start[i];
+    check_close(moved, expected, n, tol, key);
+    free(moved);
+    free(expected);
+}
+
+// M, L, R = the dump's moments before the first step.
+static void rotate_fill(RotateCase *c, const SafeTensors *dump, RotateBasis basis) {
+    float *to[] = {c->M, basis.left_moment, basis.right_moment};
+    for (int i = 0; i < 3; i++) {
+        char key[64];
+        int64_t n;
+        snprintf(key, sizeof key, "%s.%c", c->name, "MLR"[i]);
+        float *values = dump_values(dump, "", key, &n);
+        if (to[i] != NULL) memcpy(to[i], values, sizeof(float) * (size_t)n);
+        free(values);
+    }
+}
+
+static void rotate_case(const SafeTensors *dump, const char *name, int source, int geometry, Stream *stream) {
+    static const char *const methods[2][2] = {{"1st.uni", "1st.bi"}, {"2nd.uni", "2nd.bi"}};
+    enum { STEPS = 7, EVERY = 3 };
+    RotateCase c;
+    Optimizer optimizer = {
+        OPTIMIZER_ROTATE, (RotateSource)source, (RotateGeometry)geometry, REFRESH_UNIFORM, EVERY, 4096};
+    AdamW adam = {0.9f, 0.95f, 1e-8f};
+    rotate_open(&c, dump, name);
+    RotateSides sides = rotate_sides(&optimizer, c.m, c.n);
+    int64_t floats = rotate_state_floats(sides, optimizer.source, c.m, c.n);
+    float *state = guarded(floats);
+    rotate_fill(&c, dump, rotate_basis(state, sides, optimizer.source, c.m, c.n));
+    for (int step = 1; step <= STEPS; step++) {
+        float *grad = rotate_grad(&c, dump, step);
+        int due = rotate_is_due(&optimizer, 0, 1, step, 0);
+        RotateRefresh refresh = step == 1 ? ROTATE_COLD : due ? ROTATE_WARM : ROTATE_KEEP;
+        for (int64_t i = 0; i < c.count; i++) grad[i] *= 4.0f; // what the scale takes back
+        rotate_update(c.param, grad, c.M, c.v, state, c.m, c.n, &optimizer, refresh, adam, 1e-2f, 0.1f, 0.25f, step,
+                      stream);
+        check(stream_check(stream) == 0, "%s", error_message);
+        rotate_check(&c, dump, methods[source][geometry], step, source == ROTATE_1ST ? 4e-5 : 3e-4);
+        free(grad);
+    }
+    release(state, floats, "bases and their moments");
+    rotate_close(&c);
+}
+
+// Rotated Adam step by step against NumPy in float64: tall, wide, square; bases from the momentum and from second
+// moments, of the smaller side and of both; a cold refresh at step 1, warm ones at 3 and 6 that change the order of
+// basis vectors. The same in float32 by NumPy is off by up to 1.3e-5 (1st) and 1.0e-4 (2nd: eigenvectors whose values
+// are close). Must fail for: V not reordered, no sorting, a power iteration of the other side, M turned at the old
+// basis, a basis learned before the gradient is in the moments, the bases' trailing columns left out.
+static void test_rotate_reference(void) {
+    static const char *const names[] = {"tall", "wide", "square"};
+    SafeTensors dump;
+    Stream *stream = test_stream(PRECISION_BF16, 2); // products stay fp32
+    if (!check(safetensors_open(&dump, "data/fixtures/rotate.safetensors") == 0, "%s", error_message)) return;
+    for (int i = 0; i < 3; i++)
+        for (int way = 0; way < 4; way++) rotate_case(&dump, names[i], way / 2, way % 2, stream);
+    safetensors_close(&dump);
+    stream_destroy(stream);
+}
+
+// With identities for bases the step is AdamW's to the bit, and so it is without a side to rotate; with other bases it
+// is not. Must fail for: the step size or the decay rounded elsewhere than in AdamW, products in bf16.
+static void test_rotate_identity(void) {
+    enum { M = 19, N = 27, STATE = 2 * (M * M + N * N) };
+    AdamW adam = {0.9f, 0.999f, 1e-8f};
+    Stream *stream = test_stream(PRECISION_BF16, 2);
+    for (int way = 0; way < 5; way++) {
+        Optimizer optimizer = {
+            OPTIMIZER_ROTATE,    (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
+            way == 4 ? 18 : 4096};
+        float *param = random_values(M * N, 40, 1.0f), *other = random_values(M * N, 40, 1.0f);
+        float *moments[4], *state = guarded(STATE);
+        for (int k = 0; k < 4; k++) moments[k] = random_values(M * N, 41, k % 2 == 0 ? 0.1f : 0.0f);
+        for (int i = 0; i < STATE; i++) state[i] = 0.0f;
+        RotateBasis basis = rotate_basis(state, rotate_sides(&optimizer, M, N), optimizer.source, M, N);
+        for (int i = 0; basis.left != NULL && i < M; i++) basis.left[i * M + i] = 1.0f;
+        for (int i = 0; basis.right != NULL && i < N; i++) basis.right[i * N + i] = 1.0f;
+        check((basis.left == NULL && basis.right == NULL) == (way == 4), "way %d: sides", way);
+        for (int step = 1; step <= 4; step++) {
+            float *grad = random_values(M * N, 41 + (uint32_t)step, 1.0f);
+            rotate_update(param, grad, moments[0], moments[1], state, M, N, &optimizer, ROTATE_KEEP, adam, 1e-2f, 0.1f,
+                          0.3f, step, stream);
+            adamw_update(other, grad, moments[2], moments[3], M * N, adam, 1e-2f, 0.1f, 0.3f, step, stream);
+            free(grad);
+            check(memcmp(param, other, sizeof(float) * M * N) == 0, "way %d, step %d: not AdamW's bits", way, step);
+            check(memcmp(moments[1], moments[3], sizeof(float) * M * N) == 0, "way %d, step %d: V", way, step);
+        }
+        if (basis.left != NULL) { // two basis vectors turned by an eighth of a circle
+            float *grad = random_values(M * N, 46, 1.0f), half = sqrtf(0.5f);
+            basis.left[0] = basis.left[1] = basis.left[M] = half, basis.left[M + 1] = -half;
+            rotate_update(param, grad, moments[0], moments[1], state, M, N, &optimizer, ROTATE_KEEP, adam, 1e-2f, 0.1f,
+                          0.3f, 5, stream);
+            adamw_update(other, grad, moments[2], moments[3], M * N, adam, 1e-2f, 0.1f, 0.3f, 5, stream);
+            check(memcmp(param, other, sizeof(float) * 2 * N) != 0, "way %d: the basis does nothing", way);
+            free(grad);
+        }
+        release(state, STATE, "state");
+        for (int k = 0; k < 4; k++) free(moments[k]);
+        free(param);
+        free(other);
+    }
+    stream_destroy(stream);
+}
+
+// Muon and Nesterov's NAdam against NumPy in float64. Must fail for: no Nesterov in Muon, its steps on the wrong side
+// of a tall matrix, scale by the smaller side; mu_t for mu_{t+1}, Pi of the step before, decay after the step.
+static void test_muon_nesterov(void) {
+    static const char *const names[] = {"tall", "wide", "square"};
+    SafeTensors dump;
+    Stream *stream = test_stream(PRECISION_BF16, 2);
+    AdamW adam = {0.99f, 0.95f, 1e-8f};
+    if (!check(safetensors_open(&dump, "data/fixtures/rotate.safetensors") == 0, "%s", error_message)) return;
+    for (int i = 0; i < 6; i++) {
+        RotateCase c;
+        NesterovProduct kept = {0, 0.0};
+        rotate_open(&c, &dump, names[i % 3]);
+        for (int step = 1; step <= 7; step++) {
+            float *grad = rotate_grad(&c, &dump, step);
+            for (int64_t j = 0; j < c.count; j++) grad[j] *= 4.0f;
+            if (step == 5) kept.step = 0; // as after --resume
+            if (i < 3)
+                muon_update(c.param, grad, c.M, c.m, c.n, 1e-2f, 0.1f, 0.25f, stream);
+            else
+                nesterov_update(c.param, grad, c.M, c.v, c.count, nesterov_step(adam, 1e-2f, 0.1f, 0.25f, step, &kept),
+                                stream);
+            rotate_check(&c, &dump, i < 3 ? "muon" : "nesterov", step, i < 3 ? 2e-5 : 2e-6);
+            free(grad);
+        }
+        if (i == 0) { // a zero gradient and momentum: decay alone
+            for (int64_t j = 0; j < c.count; j++) c.M[j] = 0.0f, c.param[j] = 1.0f;
+            muon_update(c.param, c.M, c.M, c.m, c.n, 1e-2f, 0.5f, 1.0f, stream);
+            check(c.param[0] == 0.995f && c.param[c.count - 1] == 0.995f, "decay alone: %.9g", (double)c.param[0]);
+        }
+        rotate_close(&c);
+    }
+    safetensors_close(&dump);
+    stream_destroy(stream);
+}
+
+// Sorting, gathering and column sums of a rotation, beside plain loops; two vectors' blend and drift.
+static void test_rotate_ops(void) {
+    static const float keys[] = {1.0f, NAN, 3.0f, 3.0f, -INFINITY, INFINITY, 0.0f, NAN};
+    static const int expected[] = {5, 2, 3, 0, 6, 4, 1, 7};
+    enum { ROWS = 5, COLS = 130 };
+    int order[8], reverse[COLS];
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    float *a = random_values(ROWS * COLS, 50, 1.0f), *b = random_values(ROWS * COLS, 51, 1.0f);
+    float *out = guarded(COLS), *sums = guarded(COLS), *to = guarded(ROWS * (COLS + 2)), *x = guarded(COLS);
+    rotate_order(order, keys, 8, stream);
+    check(memcmp(order, expected, sizeof order) == 0, "order: %d %d %d %d ..", order[0], order[1], order[2], order[3]);
+    rotate_column_dots(out, a, b, ROWS, COLS, stream);
+    for (int j = 0; j < COLS; j++) {
+        double sum = 0.0;
+        for (int i = 0; i < ROWS; i++) sum += (double)a[i * COLS + j] * (double)b[i * COLS + j];
+        sums[j] = (float)sum, reverse[j] = COLS - 1 - j;
+    }
+    check(memcmp(out, sums, sizeof(float) * COLS) == 0, "column sums");
+    rotate_gather(to, COLS + 2, a, COLS, reverse, ROWS, COLS, 1, stream);
+    check(to[0] == a[COLS - 1] && to[4 * (COLS + 2) + COLS - 1] == a[4 * COLS], "columns reversed");
+    rotate_gather(to, COLS + 2, a, COLS, order + 1, 2, COLS, 0, stream);
+    check(memcmp(to, a + 2 * COLS, sizeof(float) * COLS) == 0 && to[COLS + 2] == a[3 * COLS], "rows 2 and 3");
+    for (int j = 0; j < COLS; j++) x[j] = a[j], sums[j] = b[j];
+    vector_blend(x, b, 0.5f, -2.0f, 0.25f, COLS, stream);
+    vector_drift(sums, a, b, 0.75f, COLS, stream);
+    for (int j = 0; j < COLS; j++) {
+        out[j] = 0.75f * b[j] + 0.25f * (a[j] - b[j]);
+        to[j] = 0.5f * a[j] - 0.5f * b[j];
+    }
+    check_close(x, to, COLS, 1e-6, "blend");
+    check_close(sums, out, COLS, 1e-6, "drift");
+    release(out, COLS, "out");
+    release(sums, COLS, "sums");
+    release(to, ROWS * (COLS + 2), "to");
+    release(x, COLS, "x");
+    free(a);
+    free(b);
+    stream_destroy(stream);
+}
+
 // Three workers' rounds of PowerSGD: what a mesh does, in one process.
 typedef struct {
     int m, n, r;
@@ -3017,7 +3237,7 @@ static void reference_step(AsyncReference *ref, int t, int stash, float **delta)
     Stream *stream = trainer->stream;
     const Options *opts = &trainer->opts;
     int P = mesh->n_stages, B = opts->batch, T = trainer->T, N = B * T;
-    AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
+    AdamW adam = {optimizer_beta1(OPTIMIZER_ADAMW), opts->beta2, opts->adam_eps};
     Batch *batch = ref->run->batches;
     float lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, t - 1, trainer->warmup, trainer->n_steps);
     next_batches(trainer, batch);
@@ -6061,12 +6281,338 @@ static void test_klt_mesh(void) {
     check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 2 -y 2 --anchor 0 -o @/refused", "give -x 2");
 }
 
+// How often each stage of four refreshes in 600 steps.
+static void count_refreshes(int *counts, Refresh refresh, int every, int phase) {
+    Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, refresh, every, 4096};
+    for (int s = 0; s < 4; s++) {
+        counts[s] = 0;
+        for (int t = 1; t <= 600; t++) counts[s] += rotate_is_due(&optimizer, s, 4, t, phase);
+    }
+}
+
+// When bases are refreshed, which sides, and the learning rate under delay. Must fail for: t mod f = 1, a phase the
+// wrong way, the delay's share of the sum without P, the last stage's delay 1; a quarter instead of a tenth of the
+// steps; mu_t for mu_{t+1}.
+static void test_optimizer_rules(void) {
+    int uniform[4], aware[4], reversed[4], often[4], phased[4];
+    Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, REFRESH_UNIFORM, 10, 100};
+    for (int t = 1; t <= 40; t++) {
+        check(rotate_is_due(&optimizer, 0, 1, t, 0) == (t % 10 == 0), "step %d", t);
+        check(rotate_is_due(&optimizer, 1, 3, t, 3) == ((t + 3) % 10 == 0), "step %d of the third", t);
+    }
+    count_refreshes(uniform, REFRESH_UNIFORM, 10, 0);
+    count_refreshes(aware, REFRESH_STAGE_AWARE, 10, 0);
+    count_refreshes(phased, REFRESH_STAGE_AWARE, 10, 7);
+    count_refreshes(reversed, REFRESH_REVERSED, 10, 0);
+    count_refreshes(often, REFRESH_STAGE_AWARE, 1, 0); // 4 a step: 2, 4/3, 2/3, 0 at most once a step
+    for (int s = 0; s < 4; s++) {
+        check(uniform[s] == 60 && aware[s] == 40 * (3 - s) && reversed[s] == 40 * s && phased[s] == aware[s],
+              "stage %d: %d uniform, %d stage-aware, %d reversed", s, uniform[s], aware[s], reversed[s]);
+        check(often[s] == (s < 2 ? 600 : s == 2 ? 400 : 0), "stage %d, every step: %d", s, often[s]);
+    }
+    static const struct {
+        int m, n;
+        RotateGeometry geometry;
+        int left, right;
+    } sides[] = {{7, 9, ROTATE_UNI, 1, 0},    {9, 7, ROTATE_UNI, 0, 1},     {8, 8, ROTATE_UNI, 1, 0},
+                 {7, 9, ROTATE_BI, 1, 1},     {101, 100, ROTATE_BI, 0, 1},  {100, 101, ROTATE_BI, 1, 0},
+                 {101, 102, ROTATE_BI, 0, 0}, {101, 102, ROTATE_UNI, 0, 0}, {101, 5, ROTATE_UNI, 0, 1}};
+    for (size_t i = 0; i < sizeof sides / sizeof *sides; i++) {
+        optimizer.geometry = sides[i].geometry;
+        RotateSides got = rotate_sides(&optimizer, sides[i].m, sides[i].n);
+        check(got.left == sides[i].left && got.right == sides[i].right, "%d x %d: %d %d", sides[i].m, sides[i].n,
+              got.left, got.right);
+    }
+    for (int k = 0; k < 30; k++) {
+        double share = fmin((double)k / 20.0, 1.0), expected = 3e-4 / pow(5.0, 1.0 - share);
+        for (int kind = 0; kind <= OPTIMIZER_MUON; kind++) {
+            int anneals = kind == OPTIMIZER_PIPEDREAM_LR || kind == OPTIMIZER_PIPEMARE;
+            double late = (double)optimizer_lr((OptimizerKind)kind, 3e-4f, 5, k, 200);
+            check(fabs(late - (anneals ? expected : (double)3e-4f)) < 1e-6 * 3e-4, "kind %d, step %d: %g", kind, k,
+                  late);
+            check(optimizer_lr((OptimizerKind)kind, 3e-4f, 0, k, 200) == 3e-4f, "kind %d without delay", kind);
+        }
+    }
+    check(fabs((double)pipemare_decay(4) - pow(0.135, 0.25)) < 1e-7 && pipemare_decay(0) == pipemare_decay(1) &&
+              fabs((double)pipemare_decay(0) - 0.135) < 1e-7,
+          "PipeMare's decay %g, %g", (double)pipemare_decay(4), (double)pipemare_decay(0));
+    AdamW adam = {0.99f, 0.95f, 1e-8f};
+    NesterovProduct kept = {0, 0.0};
+    double b1 = (double)adam.beta1, product = 1.0, mu = 0.0, next = b1 * (1.0 - 0.5 * pow(0.96, 0.004));
+    for (int t = 1; t <= 300; t++) {
+        mu = next, product *= mu, next = b1 * (1.0 - 0.5 * pow(0.96, 0.004 * (t + 1)));
+        NesterovStep at = nesterov_step(adam, 1e-2f, 0.1f, 1.0f, t, &kept);
+        double of_grad = 0.01 * (1.0 - mu) / (1.0 - product), of_mean = 0.01 * next / (1.0 - product * next);
+        check(fabs((double)at.grad_size - of_grad) < 3e-7 * of_grad &&
+                  fabs((double)at.mean_size - of_mean) < 3e-7 * of_mean,
+              "Nesterov's step %d: %g %g, not %g %g", t, (double)at.grad_size, (double)at.mean_size, of_grad, of_mean);
+    }
+    check(optimizer_beta1(OPTIMIZER_NESTEROV) == 0.99f && optimizer_beta1(OPTIMIZER_ADAMW) == 0.9f, "beta1");
+}
+
+// The estimate against a known matrix. Must fail for: means for medians, v normal instead of Cauchy.
+static void test_alignment_estimate(void) {
+    enum { N = 80 };
+    float *H = random_values(N * N, 60, 1.0f), *rows = (float *)malloc(sizeof(float) * N * ALIGNMENT_DRAWS);
+    double worst = 0.0, mean = 0.0;
+    for (int seed = 1; seed <= 20; seed++) {
+        double exact = 0.0;
+        for (int i = 0; i < N; i++) {
+            for (int d = 0; d < ALIGNMENT_DRAWS; d++) {
+                double sum = 0.0;
+                for (int j = 0; j < N; j++)
+                    sum += (double)H[i * N + j] * (double)alignment_cauchy((uint64_t)seed, (uint32_t)d, (uint64_t)j);
+                rows[i * ALIGNMENT_DRAWS + d] = (float)sum;
+            }
+            for (int j = 0; j < N; j++) exact += fabs((double)H[i * N + j]);
+        }
+        double error = alignment_sum(rows, N) / exact - 1.0;
+        worst = fmax(worst, fabs(error)), mean += error / 20.0;
+    }
+    check(worst < 0.7 && fabs(mean) < 0.15, "off by %g at most, by %g on average", worst, mean);
+    free(H);
+    free(rows);
+}
+
+#ifndef DEVICE_CUDA // reads and writes the host's tensors
+typedef struct {
+    MeshRun *run;
+    int n;     // values of all block matrices
+    double *H; // (n,n)
+} Hessian;
+
+// Gradients of the block matrices on the batch, one after the other.
+static void hessian_gradients(const Hessian *h, double *to) {
+    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL};
+    check(mesh_run(&h->run->trainer.mesh, 0, 1, &pass) == 0, "%s", error_message);
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            for (int64_t j = 0; stage->tensors[i].block && j < stage->tensors[i].n; j++)
+                *to++ = (double)stage->grads[stage->tensors[i].offset + j];
+}
+
+// H by differences, one parameter at a time.
+static void hessian_fill(Hessian *h) {
+    double *minus = (double *)malloc(sizeof(double) * (size_t)h->n), *row = h->H;
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            float *param = stage->params + stage->tensors[i].offset;
+            for (int64_t j = 0; stage->tensors[i].block && j < stage->tensors[i].n; j++, row += h->n) {
+                float start = param[j];
+                param[j] = start + 0.01f;
+                hessian_gradients(h, row);
+                param[j] = start - 0.01f;
+                hessian_gradients(h, minus);
+                param[j] = start;
+                for (int k = 0; k < h->n; k++) row[k] = (row[k] - minus[k]) / 0.02;
+            }
+        }
+    }
+    free(minus);
+}
+
+// values (m,n), `stride` apart, = Q_L^T values Q_R
+static void hessian_turn(double *values, int64_t stride, const RotateBasis *basis, int m, int n) {
+    double *turned = (double *)calloc((size_t)(m * n), sizeof(double));
+    for (int a = 0; a < m; a++)
+        for (int b = 0; b < n; b++)
+            for (int i = 0; i < m; i++)
+                for (int j = 0; j < n; j++)
+                    turned[a * n + b] +=
+                        (double)basis->left[i * m + a] * values[(i * n + j) * stride] * (double)basis->right[j * n + b];
+    for (int i = 0; i < m * n; i++) values[i * stride] = turned[i];
+    free(turned);
+}
+
+// H = R^T H R, R the bases of all matrices.
+static void hessian_rotate(Hessian *h) {
+    int at = 0;
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            int m = (int)t->shape[0], n = (int)t->shape[1];
+            if (!t->block) continue;
+            RotateBasis basis = rotate_basis(stage->rotation + rotation_floats(stage, i),
+                                             rotate_sides(&stage->optimizer, m, n), stage->optimizer.source, m, n);
+            for (int k = 0; k < h->n; k++) hessian_turn(h->H + (int64_t)k * h->n + at, 1, &basis, m, n);
+            for (int k = 0; k < h->n; k++) hessian_turn(h->H + (int64_t)at * h->n + k, h->n, &basis, m, n);
+            at += m * n;
+        }
+    }
+}
+
+static double hessian_sum(const Hessian *h) {
+    double sum = 0.0;
+    for (int64_t i = 0; i < (int64_t)h->n * h->n; i++) sum += fabs(h->H[i]);
+    return sum;
+}
+
+// One draw's rows are H v.
+static void hessian_product(Hessian *h, int rotated) {
+    Alignment a;
+    double *expected = (double *)calloc((size_t)h->n, sizeof(double)), difference = 0.0, size = 0.0;
+    const Stage *model = mesh_model(&h->run->trainer.mesh, 0);
+    uint64_t seed = (uint64_t)h->run->trainer.opts.seed;
+    int64_t at = 0, row = 0;
+    check(alignment_begin(&a, model) == 0, "%s", error_message);
+    check(a.n_blocks == h->n && a.n_rows == h->n, "%lld of %d rows", (long long)a.n_rows, h->n);
+    check(alignment_product(&h->run->trainer, &a, 3, rotated, h->run->batches) == 0, "%s", error_message);
+    for (int i = 0; i < h->n; i++)
+        for (int j = 0; j < h->n; j++)
+            expected[i] += h->H[(int64_t)i * h->n + j] * (double)alignment_cauchy(seed, 3, (uint64_t)j);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            for (int64_t j = 0; t->block && j < t->n; j++, row++) {
+                int64_t which =
+                    (int64_t)rand_permute((uint64_t)j, (uint64_t)t->n, seed, RAND_ALIGNMENT, (uint64_t)t->index);
+                double ours = (double)a.rows[row * ALIGNMENT_DRAWS + 3], exact = expected[at + which];
+                difference += (ours - exact) * (ours - exact), size += exact * exact;
+            }
+            if (t->block) at += t->n;
+        }
+    }
+    check(sqrt(difference / size) < 2e-3, "rotated %d: H v is off by %g", rotated, sqrt(difference / size));
+    alignment_free(&a);
+    free(expected);
+}
+
+// The measurement of a small run beside the whole Hessian by differences, in raw and rotated bases; nothing is changed
+// by it. Must fail for: v or Hv not turned, turned the wrong way, one-sided differences of twice the distance.
+static void test_alignment(void) {
+    write_corpus();
+    Hessian h = {mesh_run_open("--init d=4,layers=2,heads=1,kv=1,ffn=6,vocab=258,ctx=16 -d @/corpus.jsonl -b 4 -t 16 "
+                               "-l 3e-2 --precision fp32 --wire fp32 --threads 1 -y 2 -x 1 --optimizer rotate -n 40"),
+                 272, NULL};
+    Stage *model = mesh_model(&h.run->trainer.mesh, 0);
+    StepResult result;
+    size_t n_bytes = sizeof(float) * (size_t)model->arena_floats;
+    h.H = (double *)malloc(sizeof(double) * (size_t)(h.n * h.n));
+    for (int step = 0; step < 12; step++) mesh_run_step(h.run);
+    check(isnan(h.run->result.alignment[0]), "measured unasked");
+    float *params = (float *)malloc(n_bytes), *grads = (float *)malloc(n_bytes);
+    memcpy(params, model->params, n_bytes), memcpy(grads, model->grads, n_bytes);
+    check(measure_alignment(&h.run->trainer, h.run->batches, &result) == 0, "%s", error_message);
+    check(memcmp(params, model->params, n_bytes) == 0 && memcmp(grads, model->grads, n_bytes) == 0, "not put back");
+    hessian_fill(&h);
+    double raw = hessian_sum(&h);
+    hessian_product(&h, 0);
+    hessian_rotate(&h);
+    double rotated = hessian_sum(&h);
+    hessian_product(&h, 1);
+    check(fabs(result.alignment[0] / raw - 1.0) < 0.5, "raw %g, by differences %g", result.alignment[0], raw);
+    check(fabs(result.alignment[1] / rotated - 1.0) < 0.5, "rotated %g, by differences %g", result.alignment[1],
+          rotated);
+    free(params);
+    free(grads);
+    free(h.H);
+    mesh_run_close(h.run);
+}
+#endif
+
+// Whole runs with every optimizer: other weights than AdamW's, and resumed the same bits, the state with them; bases
+// of no side are AdamW; and what cannot be is refused. Must fail for: bases, delta or their flag forgotten by a
+// checkpoint, a default of beta1 that a resumed run takes anew.
+static void test_optimizer_runs(void) {
+    static const struct {
+        const char *words, *says;
+    } cases[] = {{"--optimizer adamw", "AdamW moments"},
+                 {"--optimizer rotate --rotate-every 3 -y 3 --refresh stage-aware", "bases (2nd, bi) refreshed"},
+                 {"--optimizer rotate --rotate-every 2 -y 3 --refresh reversed --rotate-geometry uni", "(2nd, uni)"},
+                 {"--optimizer rotate --rotate-every 3 --rotate-source 1st -x 2 -y 2 --local-steps 4", "(1st, bi)"},
+                 {"--optimizer rotate --rotate-source 1st --rotate-geometry uni --rotate-max-dim 24", "up to 24"},
+                 {"--optimizer nesterov --beta1 0.95", "optimizer nesterov"},
+                 {"--optimizer pipemare -y 2", "optimizer pipemare"},
+                 {"--optimizer muon -y 2", "optimizer muon"},
+                 {"--optimizer pipedream-lr -y 2", "optimizer pipedream-lr"}};
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    enum { CASES = sizeof cases / sizeof *cases };
+    char command[1024], whole[64], parts[64], path[128];
+    write_corpus();
+    for (int i = 0; i < CASES; i++) {
+        snprintf(whole, sizeof whole, "o%d", i);
+        snprintf(parts, sizeof parts, "p%d", i);
+        snprintf(command, sizeof command, DEEP "-n 8 %s -o @/%s", cases[i].words, whole);
+        check_run(0, NULL, command, cases[i].says);
+        check(strstr(run_output, "done: 8 steps") != NULL, "%s:\n%s", cases[i].words, run_output);
+        snprintf(command, sizeof command, DEEP "-n 8 %s -o @/%s --stop-after 5", cases[i].words, parts);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "-o @/%s --resume", parts);
+        check_run(0, NULL, command, "done: 8 steps");
+        check_same_latest(whole, parts, files, 2, cases[i].words);
+        snprintf(path, sizeof path, "%s/latest/model.bin", whole);
+        check(i == 0 || !same_file(path, "o0/latest/model.bin"), "%s: AdamW's weights", cases[i].words);
+    }
+    SafeTensors state;
+    int64_t n = 0;
+    if (check(safetensors_open(&state, scratch_path("o6/latest/optimizer.bin")) == 0, "%s", error_message)) {
+        float *delta = dump_values(&state, "delta.", "model.layers.5.mlp.up_proj.weight", &n);
+        check(n == 24 * 40 && delta[0] != 0.0f && delta[n - 1] != 0.0f, "PipeMare's delta");
+        free(delta);
+        safetensors_close(&state);
+    }
+    check_run(0, NULL, DEEP "-n 4 --optimizer rotate --precision fp32 --measure-alignment 2 -o @/aligned", "done: 4");
+    char *log = read_text("aligned/log.jsonl");
+    check(strstr(log, "\"hessian_sizes\":{\"raw\":") != NULL && strstr(log, "\"rotated\":null}") != NULL, "%s", log);
+    free(log);
+    check_run(1, NULL, DEEP "-n 2 -y 2 --measure-alignment 1 --precision fp32 -o @/refused", "give --wire fp32");
+    if (device_has_bf16())
+        check_run(1, NULL, DEEP "-n 2 --measure-alignment 1 --precision bf16 -o @/refused", "give --precision fp32");
+    check_run(0, NULL, DEEP "-n 8 --optimizer rotate --rotate-max-dim 5 -o @/unrotated", "done: 8 steps");
+    check_same_run("unrotated", "o0");
+    check_run(0, NULL, DEEP "-n 8 --optimizer adamw --beta1 0.99 -o @/slow", "done: 8 steps");
+    check(!same_file("slow/latest/model.bin", "o0/latest/model.bin"), "beta1 does nothing");
+    check_run(1, NULL, DEEP "-n 2 --rotate-every 5 -o @/refused", "--rotate-every has no effect: nothing is rotated");
+    check_run(1, NULL, DEEP "-n 2 --optimizer muon --refresh uniform -o @/refused", "--refresh has no effect");
+    check_run(1, NULL, DEEP "-n 2 --optimizer rotate --refresh reversed -o @/refused", "give -y 2");
+    check_run(1, NULL, DEEP "-n 2 --optimizer adam -o @/refused", "adamw|rotate");
+    check_run(1, NULL, DEEP "-n 2 --optimizer rotate --rotate-every 0 -o @/refused", "--rotate-every");
+    check_run(1, NULL, "-o @/p1 --resume --optimizer adamw", "--optimizer differs from the run's");
+    check_run(1, NULL, "-o @/p1 --resume --rotate-source 1st", "--rotate-source differs from the run's");
+}
+
 #ifndef DEVICE_CUDA // sees the host's allocations
 // Bytes of tensors' memory as it was asked for.
 static int64_t allocated(const void *memory) {
     return memory == NULL
                ? 0
                : (int64_t)(*(const size_t *)(const void *)((const char *)memory - DEVICE_ALIGN) - DEVICE_ALIGN);
+}
+
+// What an optimizer keeps and passes through is what the plan has counted. Must fail for: bases or delta not counted, a
+// scratch of the first matrix instead of the largest.
+static void test_optimizer_memory(void) {
+    Config config;
+    check(config_from_spec(&config, "d=24,layers=2,heads=4,kv=2,ffn=40,vocab=58,ctx=64") == 0, "%s", error_message);
+    static const OptimizerKind kinds[] = {OPTIMIZER_ROTATE,   OPTIMIZER_ROTATE,   OPTIMIZER_ROTATE, OPTIMIZER_ROTATE,
+                                          OPTIMIZER_PIPEMARE, OPTIMIZER_NESTEROV, OPTIMIZER_MUON,   OPTIMIZER_ADAMW};
+    for (int way = 0; way < 8; way++) {
+        Stage stage;
+        AdamW adam = {0.9f, 0.999f, 1e-8f};
+        Stream *stream = test_stream(PRECISION_FP32, 2);
+        Optimizer optimizer = {kinds[way], (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM,
+                               2,          way == 3 ? 30 : 4096};
+        int64_t largest = 0;
+        check(stage_table(&stage, &config, 0, 2) == 0, "%s", error_message);
+        stage.optimizer = optimizer;
+        check(stage_plan(&stage, 2, 8, 1, 0) == 0 && stage_alloc(&stage, stream) == 0, "%s", error_message);
+        for (int64_t i = 0; i < stage.arena_floats; i++) stage.grads[i] = 1e-3f * (float)(i % 37 - 18);
+        for (int step = 1; step <= 3; step++) stage_update(&stage, adam, 1e-3f, 0.1f, 1.0, 1.0f, step, stream);
+        check(stream_check(stream) == 0, "%s", error_message);
+        for (int i = 0; i < stage.n_tensors; i++)
+            largest = larger(largest, optimizer_scratch_floats(&optimizer, &stage.tensors[i]));
+        StageBytes plan = stage_bytes(&stage, PRECISION_FP32, 2);
+        int64_t kept = allocated(stage.m) + allocated(stage.v) + allocated(stage.delta) + allocated(stage.rotation);
+        check(plan.moments == kept, "way %d: %lld bytes planned, %lld kept", way, (long long)plan.moments,
+              (long long)kept);
+        check((int64_t)stream->scratch[SCRATCH_STEP].n_bytes == 4 * largest, "way %d: %zu bytes of scratch, not %lld",
+              way, stream->scratch[SCRATCH_STEP].n_bytes, (long long)(4 * largest));
+        stage.optimizer.kind = OPTIMIZER_ADAMW;
+        StageBytes plain = stage_bytes(&stage, PRECISION_FP32, 2);
+        check(plan.scratch == plain.scratch + 4 * largest, "way %d: scratch planned", way);
+        stage_free(&stage);
+        stream_destroy(stream);
+    }
 }
 
 static int64_t allocated_moments(const KltMoments *moments) {
@@ -6506,6 +7052,19 @@ static void test_device_mesh(void) {
         snprintf(command, sizeof command, TINY_MESH "-n 2 -o @/codec%d --codec %s", i, codecs[i]);
         check_run(0, NULL, command, "done: 2 steps");
     }
+    static const char *const optimizers[] = {"rotate --rotate-every 2", "nesterov", "pipemare", "muon"};
+    for (int i = 0; i < 4; i++) {
+        char command[1024], whole[64], parts[64];
+        snprintf(whole, sizeof whole, "opt%d", i);
+        snprintf(parts, sizeof parts, "opt%d_parts", i);
+        snprintf(command, sizeof command, TINY_MESH "-n 3 -o @/%s --optimizer %s", whole, optimizers[i]);
+        check_run(0, NULL, command, "done: 3 steps");
+        snprintf(command, sizeof command, TINY_MESH "-n 3 -o @/%s --stop-after 2 --optimizer %s", parts, optimizers[i]);
+        check_run(0, NULL, command, "stopped after step 2");
+        snprintf(command, sizeof command, "-o @/%s --resume", parts);
+        check_run(0, NULL, command, "done: 3 steps");
+        check_same_latest(whole, parts, files, 2, optimizers[i]);
+    }
     check_run(0, NULL, "-m @/whole/latest/model.bin --generate ab --max-tokens 3", "ab");
     check_run(0, NULL, "-m @/whole/latest/model.bin --eval --val-data @/corpus.jsonl --val-tokens 16 -t 8",
               "validation loss");
@@ -6534,6 +7093,10 @@ static const struct {
     {"svd", test_svd},
     {"spectral_filter", test_spectral_filter},
     {"spectral_reference", test_spectral_reference},
+    {"rotate_reference", test_rotate_reference},
+    {"rotate_identity", test_rotate_identity},
+    {"rotate_ops", test_rotate_ops},
+    {"muon_nesterov", test_muon_nesterov},
     {"powersgd", test_powersgd},
     {"masked_gradient", test_masked_gradient},
     {"anchor", test_anchor},
@@ -6567,6 +7130,8 @@ static const struct {
     {"codec_memory", test_codec_memory},
     {"async_steps", test_async_steps},
     {"async_memory", test_async_memory},
+    {"optimizer_memory", test_optimizer_memory},
+    {"alignment_measured", test_alignment},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -6595,6 +7160,9 @@ static const struct {
     {"anchor_auto", test_anchor_auto},
     {"mesh_resume", test_mesh_resume},
     {"klt_mesh", test_klt_mesh},
+    {"optimizer_rules", test_optimizer_rules},
+    {"optimizer_runs", test_optimizer_runs},
+    {"alignment_estimate", test_alignment_estimate},
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
     {"bias_resume", test_bias_resume},

@@ -3,7 +3,7 @@
 //   Options        the command line, one table
 //   Model          the table of tensors, a stage's memory, initial weights, loading and saving
 //   Forward and backward        one layer after the other, by hand
-//   Optimizer      clipping and AdamW over the table
+//   Optimizer      clipping and a step of the optimizer over the table
 //   Evaluation and generation   held-out loss, sampling with a key/value cache
 //   Mesh           cells, links, who holds which layers
 //   Pipeline       the gradients of a step, through codec and link
@@ -29,6 +29,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "llmc/alignment.h"
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
@@ -42,6 +43,7 @@
 #include "llmc/host_memory.h"
 #include "llmc/link.h"
 #include "llmc/model_file.h"
+#include "llmc/optimizer.h"
 #include "llmc/partition.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
@@ -61,11 +63,14 @@
 #include "llmc/linalg.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
+#include "llmc/muon.cuh"
 #include "llmc/nccl.cuh"
+#include "llmc/nesterov.cuh"
 #include "llmc/outer.cuh"
 #include "llmc/powersgd.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
+#include "llmc/rotate.cuh"
 #include "llmc/spectral.cuh"
 #include "llmc/swiglu.cuh"
 #include "llmc/vector.cuh"
@@ -80,11 +85,14 @@
 #include "llmc/linalg.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
+#include "llmc/muon.h"
 #include "llmc/nccl.h"
+#include "llmc/nesterov.h"
 #include "llmc/outer.h"
 #include "llmc/powersgd.h"
 #include "llmc/rmsnorm.h"
 #include "llmc/rope.h"
+#include "llmc/rotate.h"
 #include "llmc/spectral.h"
 #include "llmc/swiglu.h"
 #include "llmc/vector.h"
@@ -108,6 +116,7 @@ typedef struct {
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
+    int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -116,6 +125,8 @@ typedef struct {
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 static const char codec_names[] = CODEC_NAMES;
 static const char anchor_uses[] = "filter|bias|both|none"; // AnchorUse in words
+static const char optimizer_names[] = OPTIMIZER_NAMES, rotate_sources[] = ROTATE_SOURCES;
+static const char rotate_geometries[] = ROTATE_GEOMETRY, refresh_names[] = REFRESH_NAMES;
 
 #define FIELD(name) OPTION_FIELD(Options, name)
 // clang-format off
@@ -136,9 +147,15 @@ static const Option option_table[] = {
 { "",   "schedule-lr",   OPTION_CHOICE, FIELD(schedule_lr),  "cosine", 0,   0,      lr_shapes, "after the warm-up" },
 { "",   "lr-final",      OPTION_FLOAT,  FIELD(lr_final),     "0.1",  0,     1,      NULL, "last learning rate as a share of the peak" },
 { "",   "wd",            OPTION_FLOAT,  FIELD(wd),           "0.01", 0,     10,     NULL, "weight decay, not on norms" },
-{ "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "0.9",  0,     0.9999, NULL, "AdamW" },
-{ "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "AdamW" },
-{ "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "AdamW" },
+{ "",   "optimizer",     OPTION_CHOICE, FIELD(optimizer),    "adamw", 0,    0,      optimizer_names, "rotate and muon: of layers' matrices, AdamW for the rest" },
+{ "",   "rotate-source", OPTION_CHOICE, FIELD(rotate_source), "2nd", 0,     0,      rotate_sources, "rotate: bases from the momentum, or from second moments" },
+{ "",   "rotate-geometry", OPTION_CHOICE, FIELD(rotate_geometry), "bi", 0,  0,      rotate_geometries, "rotate: a matrix's smaller side, or both" },
+{ "",   "rotate-every",  OPTION_INT,    FIELD(rotate_every), "10",   1,     1e6,    NULL, "rotate: steps between refreshes of a basis, on average over the stages" },
+{ "",   "rotate-max-dim", OPTION_INT,   FIELD(rotate_max_dim), "4096", 1,   65536,  NULL, "rotate: longer sides are not rotated" },
+{ "",   "refresh",       OPTION_CHOICE, FIELD(refresh),      "uniform", 0,  0,      refresh_names, "rotate: bases of all stages as often, or as their delay is long, or the reverse (study)" },
+{ "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "-1",   -1,    0.9999, NULL, "of the optimizer; below 0 = 0.9, 0.99 with nesterov" },
+{ "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "of the optimizer" },
+{ "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "of the optimizer" },
 { "",   "clip",          OPTION_FLOAT,  FIELD(clip),         "1",    0,     1e9,    NULL, "gradient norm limit; 0 = none" },
 { "",   "val-every",     OPTION_INT,    FIELD(val_every),    "0",    0,     1e9,    NULL, "steps between validations; 0 = a tenth of the run" },
 { "",   "val-tokens",    OPTION_INT64,  FIELD(val_tokens),   "65536", 0,    1e15,   NULL, "held-out tokens looked at; 0 = all" },
@@ -187,6 +204,7 @@ static const Option option_table[] = {
 { "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
 { "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
+{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases; 0 = none" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -218,7 +236,7 @@ typedef struct {
     int n_dims;
     int64_t offset, n;
     int index;       // its number in a table of the whole model, whatever stage it is on
-    int block;       // a matrix of a layer: the spectral filter applies
+    int block;       // a matrix of a layer: the spectral filter applies, rotation and Muon do
     int fragment;    // which part of the stage it is synchronised with
     int decay;       // weight decay applies
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
@@ -273,6 +291,7 @@ typedef enum {
     ARENA_GRADS,
     ARENA_M,
     ARENA_V,
+    ARENA_DELTA,
     ARENA_GLOBAL,
     ARENA_OUTER,
     ARENA_ERROR,
@@ -297,7 +316,13 @@ typedef struct Stage {
     // of an asynchronous pipeline: by how many updates forwards are behind, and the versions before params (versions.h)
     int delay;
     float *versions; // (delay, arena_floats); NULL: delay 0
-    float *delta;    // mean change of an update where backwards correct for the delay with it, else NULL
+    // what else the optimizer keeps
+    Optimizer optimizer;
+    float *delta;             // how weights have moved in an update, averaged; NULL but for PipeMare
+    float *rotation;          // bases of the block matrices and their second moments, one after the other; or NULL
+    int has_basis;            // 1 once the bases are there
+    NesterovProduct nesterov; // of the last step
+    int position, n_stages;   // in the pipeline
     // of a replica that meets others in outer steps, else NULL: merged parameters, outer momentum, what compression has
     // left out, the averaged pseudo-gradient that waits to be merged
     float *global, *outer, *error, *pending;
@@ -426,6 +451,8 @@ static void stage_free(Stage *stage) {
     device_free(stage->grads);
     device_free(stage->m);
     device_free(stage->v);
+    device_free(stage->delta);
+    device_free(stage->rotation);
     device_free(stage->global);
     device_free(stage->outer);
     device_free(stage->error);
@@ -532,7 +559,36 @@ static int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-// What a stage takes, in bytes.
+// Floats of the bases of the table's first n_tensors tensors.
+static int64_t rotation_floats(const Stage *stage, int n_tensors) {
+    int64_t floats = 0;
+    if (stage->optimizer.kind != OPTIMIZER_ROTATE) return 0;
+    for (int i = 0; i < n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (!t->block) continue;
+        RotateSides sides = rotate_sides(&stage->optimizer, t->shape[0], t->shape[1]);
+        floats += rotate_state_floats(sides, stage->optimizer.source, t->shape[0], t->shape[1]);
+    }
+    return floats;
+}
+
+// Values whose former state PipeMare's step keeps at once.
+#ifdef TESTING
+#define PIPEMARE_PIECE ((int64_t)500) // small tensors take several pieces too
+#else
+#define PIPEMARE_PIECE ((int64_t)4 << 20)
+#endif
+
+// Floats that the optimizer's step of a tensor passes through.
+static int64_t optimizer_scratch_floats(const Optimizer *optimizer, const Tensor *t) {
+    int64_t m = t->shape[0], n = t->shape[1];
+    if (optimizer->kind == OPTIMIZER_PIPEMARE) return t->n < PIPEMARE_PIECE ? t->n : PIPEMARE_PIECE;
+    if (!t->block) return 0;
+    if (optimizer->kind == OPTIMIZER_MUON) return muon_scratch_floats(m, n);
+    return optimizer->kind == OPTIMIZER_ROTATE ? rotate_scratch_floats(rotate_sides(optimizer, m, n), m, n) : 0;
+}
+
+// What a stage takes, in bytes. moments: all that the optimizer keeps.
 typedef struct {
     int64_t params, rounded, versions, grads, moments, outer, acts, scratch;
 } StageBytes;
@@ -561,6 +617,14 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
     StageBytes bytes = {floats * 4, 0, floats * 4 * stage->delay, 0, 0, 0, stage->acts_bytes, attention};
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
+    if (stage->training && stage->n_moments > 1) {
+        int64_t largest = 0;
+        for (int i = 0; i < stage->n_tensors; i++)
+            largest = larger(largest, optimizer_scratch_floats(&stage->optimizer, &stage->tensors[i]));
+        bytes.moments += 4 * rotation_floats(stage, stage->n_tensors);
+        if (stage->optimizer.kind == OPTIMIZER_PIPEMARE) bytes.moments += floats * 4;
+        bytes.scratch += 4 * largest;
+    }
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
@@ -570,7 +634,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
 }
 
 // Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments,
-// meets and delay may be changed before.
+// optimizer, meets and delay may be changed before.
 static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     size_t n = (size_t)stage->slots * (size_t)stage->n_layers;
     stage->max_B = B, stage->max_T = T, stage->training = training, stage->recompute = recompute;
@@ -587,12 +651,22 @@ static float *stage_arena(const Stage *stage, Arena arena) {
     case ARENA_GRADS: return stage->grads;
     case ARENA_M: return stage->m;
     case ARENA_V: return stage->v;
+    case ARENA_DELTA: return stage->delta;
     case ARENA_GLOBAL: return stage->global;
     case ARENA_OUTER: return stage->outer;
     case ARENA_ERROR: return stage->error;
     case ARENA_PENDING: return stage->pending;
     }
     return NULL;
+}
+
+// What the optimizer keeps beside moments.
+static int stage_alloc_optimizer(Stage *stage) {
+    int64_t rotation = rotation_floats(stage, stage->n_tensors);
+    if (rotation > 0 && (stage->rotation = (float *)device_alloc(sizeof(float) * (size_t)rotation)) == NULL) return -1;
+    if (stage->optimizer.kind != OPTIMIZER_PIPEMARE) return 0;
+    stage->delta = (float *)device_alloc(sizeof(float) * (size_t)stage->arena_floats);
+    return stage->delta != NULL ? 0 : -1;
 }
 
 // Allocates what stage_plan has counted.
@@ -610,6 +684,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
         if ((stage->grads = (float *)device_alloc(bytes)) == NULL) return -1;
         if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(bytes)) == NULL) return -1;
         if (stage->n_moments > 1 && (stage->v = (float *)device_alloc(bytes)) == NULL) return -1;
+        if (stage->n_moments > 1 && stage_alloc_optimizer(stage)) return -1;
         if (model_view(&stage->g, stage, stage->grads)) return -1;
     }
     if (stage->meets) {
@@ -1103,15 +1178,82 @@ static double stage_grad_norm(const Stage *stage, Stream *stream) {
     return sqrt(sum_of_squares(stage->grads, stage->arena_floats, stream));
 }
 
-// One AdamW step (from 1) with gradients scaled to the clip norm (0: never).
+// What is the same for all tensors of a step.
+typedef struct {
+    AdamW adam;
+    float lr, wd, scale;                   // scale: what gradients are multiplied by
+    int64_t step;                          // from 1
+    NesterovStep nesterov, nesterov_plain; // the latter without decay
+} Update;
+
+// AdamW, and delta follows how far the weights have moved.
+static void pipemare_update(Stage *stage, const Tensor *t, const Update *u, Stream *stream) {
+    int64_t piece = optimizer_scratch_floats(&stage->optimizer, t);
+    float *before = (float *)scratch_get(&stream->scratch[SCRATCH_STEP], sizeof(float) * (size_t)piece);
+    if (before == NULL) {
+        stream->failed = 1;
+        return;
+    }
+    for (int64_t at = 0; at < t->n; at += piece) {
+        int64_t n = t->n - at < piece ? t->n - at : piece, from = t->offset + at;
+        device_copy(before, stage->params + from, sizeof(float) * (size_t)n, stream);
+        adamw_update(stage->params + from, stage->grads + from, stage->m + from, stage->v + from, n, u->adam, u->lr,
+                     t->decay ? u->wd : 0.0f, u->scale, u->step, stream);
+        vector_drift(stage->delta + from, stage->params + from, before, pipemare_decay(stage->delay), n, stream);
+    }
+}
+
+// One step of a block matrix in its bases, which are number `phase` of the stage's.
+static void rotated_update(Stage *stage, int tensor, int phase, const Update *u, Stream *stream) {
+    const Tensor *t = &stage->tensors[tensor];
+    const Optimizer *optimizer = &stage->optimizer;
+    int due = rotate_is_due(optimizer, stage->position, stage->n_stages, u->step, phase);
+    RotateRefresh refresh = !stage->has_basis ? ROTATE_COLD : due ? ROTATE_WARM : ROTATE_KEEP;
+    float *state = stage->rotation != NULL ? stage->rotation + rotation_floats(stage, tensor) : NULL;
+    rotate_update(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
+                  state, (int)t->shape[0], (int)t->shape[1], optimizer, refresh, u->adam, u->lr, u->wd, u->scale,
+                  u->step, stream);
+}
+
+// One step (from 1) of the stage's optimizer with gradients scaled to the clip norm (0: never).
 static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double grad_norm, float clip, int64_t step,
                          Stream *stream) {
     float scale = clip > 0.0f && grad_norm > (double)clip ? (float)((double)clip / (grad_norm + 1e-6)) : 1.0f;
+    OptimizerKind kind = stage->optimizer.kind;
+    Update u;
+    int n_blocks = 0;
+    memset(&u, 0, sizeof u);
+    u.adam = adam, u.lr = lr, u.wd = wd, u.scale = scale, u.step = step;
+    if (kind == OPTIMIZER_NESTEROV) {
+        u.nesterov = nesterov_step(adam, lr, wd, scale, step, &stage->nesterov);
+        u.nesterov_plain = nesterov_step(adam, lr, 0.0f, scale, step, &stage->nesterov);
+    }
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
-        adamw_update(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
-                     t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
+        float *param = stage->params + t->offset, *m = stage->m + t->offset, *v = stage->v + t->offset;
+        const float *grad = stage->grads + t->offset;
+        if (kind == OPTIMIZER_ROTATE && t->block)
+            rotated_update(stage, i, n_blocks++, &u, stream);
+        else if (kind == OPTIMIZER_MUON && t->block)
+            muon_update(param, grad, m, (int)t->shape[0], (int)t->shape[1], lr, wd, scale, stream);
+        else if (kind == OPTIMIZER_NESTEROV)
+            nesterov_update(param, grad, m, v, t->n, t->decay ? u.nesterov : u.nesterov_plain, stream);
+        else if (kind == OPTIMIZER_PIPEMARE)
+            pipemare_update(stage, t, &u, stream);
+        else
+            adamw_update(param, grad, m, v, t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
     }
+    stage->has_basis = 1;
+}
+
+// Multiplications and additions of the optimizer's step beyond passes over the values.
+static double update_flops(const Stage *stage) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (t->block) flops += optimizer_flops(&stage->optimizer, (double)t->shape[0], (double)t->shape[1]);
+    }
+    return flops;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1401,6 +1543,7 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
             cell->replica = r, cell->index = s;
             if (stage_table(&cell->stage, &cut, first[s], first[s + 1] - first[s])) return -1;
             cell->stage.next = s + 1 < n_stages ? &mesh_cell(mesh, r, s + 1)->stage : NULL;
+            cell->stage.position = s, cell->stage.n_stages = n_stages;
         }
     }
     return 0;
@@ -2903,18 +3046,20 @@ static json_t *real_or_null(double value) {
 }
 
 // What a replica's state file holds beside the model file: local parameters where the model file has the merged ones,
-// moments, and the state of outer steps. Returns how many arenas.
+// moments, PipeMare's delta, and the state of outer steps. Returns how many arenas.
 static int replica_arenas(const Stage *model, int replica, Arena *arenas, const char **prefixes) {
     static const struct {
         Arena arena;
         const char *prefix;
         int of_meeting;
-    } all[] = {{ARENA_PARAMS, "p.", 0},       {ARENA_M, "m.", 0},         {ARENA_V, "v.", 0},
-               {ARENA_GLOBAL, "global.", 1},  {ARENA_OUTER, "outer.", 1}, {ARENA_ERROR, "error.", 1},
-               {ARENA_PENDING, "pending.", 1}};
+    } all[] = {{ARENA_PARAMS, "p.", 0},      {ARENA_M, "m.", 0},
+               {ARENA_V, "v.", 0},           {ARENA_DELTA, "delta.", 0},
+               {ARENA_GLOBAL, "global.", 1}, {ARENA_OUTER, "outer.", 1},
+               {ARENA_ERROR, "error.", 1},   {ARENA_PENDING, "pending.", 1}};
     int n = 0;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         if (all[i].of_meeting && !model->meets) continue;
+        if (all[i].arena == ARENA_DELTA && model->delta == NULL) continue;
         if (all[i].arena == ARENA_PARAMS && !model->meets && replica == 0) continue; // model.bin has them
         arenas[n] = all[i].arena, prefixes[n++] = all[i].prefix;
     }
@@ -2964,6 +3109,14 @@ static int load_codec(const SafeTensors *file, const CodecEnd *ends, int n_bound
     return 0;
 }
 
+// Declares or writes n floats of tensor memory.
+static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
+                      int64_t n) {
+    if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
+    stage_append(stage, writer, from, n, DTYPE_F32);
+    return 0;
+}
+
 // Declares (begun = 0) or writes the older versions of a stage's weights, by how many updates they are behind.
 static int stage_put_versions(SafeTensorsWriter *writer, int begun, const Stage *stage, int64_t done) {
     char prefix[32];
@@ -2974,8 +3127,8 @@ static int stage_put_versions(SafeTensorsWriter *writer, int begun, const Stage 
     return 0;
 }
 
-// Writes a replica's state: its arenas, for each stage the older versions of its weights and the warm starts as one
-// row, and what the codec remembers.
+// Writes a replica's state: its arenas, for each stage the older versions of its weights, the rotation's bases and the
+// warm starts as one row each, and what the codec remembers.
 static int replica_save(const Trainer *trainer, const char *folder, int replica) {
     char path[PATH_MAX], name[64];
     Arena arenas[8];
@@ -2991,7 +3144,10 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
             if (model_put_arena(&writer, begun, model, arenas[a], prefixes[a], DTYPE_F32)) return -1;
         for (int s = 0; s < mesh->n_stages; s++) {
             const Cell *cell = mesh_cell(mesh, replica, s);
-            int64_t floats = cell_powersgd_floats(trainer, cell);
+            int64_t floats = rotation_floats(&cell->stage, cell->stage.n_tensors);
+            snprintf(name, sizeof name, "rotation.%d", s);
+            if (floats > 0 && put_floats(&cell->stage, &writer, begun, name, cell->stage.rotation, floats)) return -1;
+            floats = cell_powersgd_floats(trainer, cell);
             snprintf(name, sizeof name, "powersgd.%d", s);
             if (stage_put_versions(&writer, begun, &cell->stage, trainer->progress.step)) return -1;
             if (floats == 0) continue;
@@ -3048,7 +3204,14 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
         for (int a = 0; a < n && result == 0; a++)
             result = stage_load(stage, stage_arena(stage, arenas[a]), &file, prefixes[a]);
         if (result == 0) result = stage_load_versions(stage, &file, trainer->progress.step);
-        int64_t floats = cell_powersgd_floats(trainer, cell);
+        int64_t floats = rotation_floats(stage, stage->n_tensors);
+        snprintf(name, sizeof name, "rotation.%d", s);
+        if (result == 0 && floats > 0) {
+            const SafeTensor *tensor = state_tensor(&file, name, floats);
+            result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
+        }
+        stage->has_basis = trainer->progress.adam_steps > 0;
+        floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
         const SafeTensor *tensor = state_tensor(&file, name, floats);
@@ -3064,14 +3227,6 @@ static int put_bytes(SafeTensorsWriter *writer, int begun, const char *name, con
     if (bytes == NULL) return 0;
     if (!begun) return safetensors_declare(writer, name, DTYPE_U8, &n_bytes, 1);
     file_write(&writer->file, bytes, (size_t)n_bytes);
-    return 0;
-}
-
-// Declares or writes n floats of tensor memory.
-static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
-                      int64_t n) {
-    if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
-    stage_append(stage, writer, from, n, DTYPE_F32);
     return 0;
 }
 
@@ -3437,10 +3592,11 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {"model",       "init",       "seq",          "dp",
-                                            "local-steps", "fragments",  "overlap",      "powersgd-rank",
-                                            "anchor-rank", "codec",      "codec-coding", "klt-predict",
-                                            "klt-forward", "anchor-use", "schedule",     "no-stash"};
+        static const char *const fixed[] = {
+            "model",           "init",          "seq",         "dp",       "local-steps",  "fragments",
+            "overlap",         "powersgd-rank", "anchor-rank", "codec",    "codec-coding", "klt-predict",
+            "klt-forward",     "anchor-use",    "schedule",    "no-stash", "optimizer",    "rotate-source",
+            "rotate-geometry", "rotate-max-dim"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -3666,6 +3822,21 @@ static void print_mesh(const Trainer *trainer) {
     if (mesh->n_stages > 1) print_better_codec(trainer);
 }
 
+// The optimizer in words, unless it is AdamW.
+static void print_optimizer(const Options *opts) {
+    char name[32], source[32], geometry[32], refresh[32];
+    if (opts->optimizer == OPTIMIZER_ADAMW) return;
+    cli_choice_name(name, sizeof name, optimizer_names, opts->optimizer);
+    cli_choice_name(source, sizeof source, rotate_sources, opts->rotate_source);
+    cli_choice_name(geometry, sizeof geometry, rotate_geometries, opts->rotate_geometry);
+    cli_choice_name(refresh, sizeof refresh, refresh_names, opts->refresh);
+    printf("     optimizer %s", name);
+    if (opts->optimizer == OPTIMIZER_ROTATE)
+        printf(", bases (%s, %s) refreshed every %d steps, %s, of sides up to %d", source, geometry, opts->rotate_every,
+               refresh, opts->rotate_max_dim);
+    printf("\n");
+}
+
 static void print_plan(const Trainer *trainer) {
     const Config *c = &trainer->config;
     const Options *opts = &trainer->opts;
@@ -3683,7 +3854,9 @@ static void print_plan(const Trainer *trainer) {
     if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
     if (training) {
         print_count("gradients (fp32)", (double)bytes.grads, "B");
-        print_count("AdamW moments (2 x fp32)", (double)bytes.moments, "B");
+        print_count(mesh_model(mesh, 0)->optimizer.kind == OPTIMIZER_ADAMW ? "AdamW moments (2 x fp32)"
+                                                                           : "optimizer state (fp32)",
+                    (double)bytes.moments, "B");
     }
     if (bytes.versions > 0) print_count("older weights (fp32)", (double)bytes.versions, "B");
     if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
@@ -3706,6 +3879,7 @@ static void print_plan(const Trainer *trainer) {
     printf("     lr %g (%s), warm-up %lld, weight decay %g, clip %g, seed %lld, %s, %d threads\n", (double)opts->lr,
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
+    print_optimizer(opts);
     if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored || mesh->asynchronous) print_mesh(trainer);
 }
 
@@ -3762,6 +3936,9 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.link_mbps = opts->link_mbps > 0.0f ? (double)opts->link_mbps : 200.0;
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
+    plan.keeps_delta = opts->optimizer == OPTIMIZER_PIPEMARE;
+    plan.rotation_bytes = 4.0 * (double)rotation_floats(&mesh->cells[0].stage, mesh->cells[0].stage.n_tensors) /
+                          mesh->cells[0].stage.n_layers;
     if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
         KltShape shape = klt_shape(trainer);
         plan.table_bytes = (double)(klt_estimate_table(&shape, 0) + klt_estimate_table(&shape, 1));
@@ -3811,6 +3988,7 @@ typedef struct {
     Sent sent;     // bytes of all cells, and the anchor's
     double
         probe[3]; // cosine of the fast gradient with the unmasked one: all, block matrices, filtered; NaN: not probed
+    double alignment[2]; // sum of the Hessian's sizes, raw and in the rotated bases; NaN: not measured
 } StepResult;
 
 // Whose weights the anchor follows: the merged ones, which reach it with every outer step, or those of the first
@@ -3977,6 +4155,169 @@ static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe,
     return stream_check(trainer->stream);
 }
 
+static int is_due(int64_t step, int64_t every) {
+    return every > 0 && step % every == 0;
+}
+
+// Memory of a measurement: arenas of a model's stages, one after the other, and what has been found.
+typedef struct {
+    float *start, *grads, *direction, *plus; // parameters and gradients to come back to; v, and gradients beyond it
+    float *values;                           // of one tensor, the host's
+    float *rows;                             // (ALIGNMENT_ROWS and one a tensor, ALIGNMENT_DRAWS), the host's
+    int64_t n_blocks, n_rows;                // values of all block matrices; rows that are looked at
+} Alignment;
+
+static void alignment_free(Alignment *a) {
+    device_free(a->start);
+    device_free(a->grads);
+    device_free(a->direction);
+    device_free(a->plus);
+    free(a->values);
+    free(a->rows);
+}
+
+static int64_t alignment_rows(const Alignment *a, const Tensor *t) {
+    int64_t rows = ALIGNMENT_ROWS * t->n / a->n_blocks;
+    return rows < 1 ? 1 : rows < t->n ? rows : t->n;
+}
+
+static int alignment_alloc(Alignment *a, const Stage *model) {
+    size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
+    int64_t largest = 0;
+    memset(a, 0, sizeof *a);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block)
+                a->n_blocks += stage->tensors[i].n, largest = larger(largest, stage->tensors[i].n);
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block) a->n_rows += alignment_rows(a, &stage->tensors[i]);
+    a->start = (float *)device_alloc(n_bytes), a->grads = (float *)device_alloc(n_bytes);
+    a->direction = (float *)device_alloc(n_bytes), a->plus = (float *)device_alloc(n_bytes);
+    a->values = (float *)malloc(sizeof(float) * (size_t)largest);
+    a->rows = (float *)malloc(sizeof(float) * ALIGNMENT_DRAWS * (size_t)a->n_rows);
+    if (a->start == NULL || a->grads == NULL || a->direction == NULL || a->plus == NULL) return -1;
+    return a->values != NULL && a->rows != NULL ? 0 : error_set("out of memory to measure the alignment");
+}
+
+// A block matrix in place into its bases, or back out of them.
+static int alignment_turn(const Stage *stage, int tensor, float *matrix, int back) {
+    const Tensor *t = &stage->tensors[tensor];
+    int m = (int)t->shape[0], n = (int)t->shape[1];
+    RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+    RotateWork work;
+    if (!sides.left && !sides.right) return 0;
+    RotateBasis basis =
+        rotate_basis(stage->rotation + rotation_floats(stage, tensor), sides, stage->optimizer.source, m, n);
+    if (rotate_work(&work, sides, m, n, stage->stream)) return -1;
+    rotate_turn(work.a, matrix, work.c, &basis, m, n, back, stage->stream);
+    device_copy(matrix, work.a, sizeof(float) * (size_t)t->n, stage->stream);
+    return 0;
+}
+
+// The draw's vector v over the block matrices, in raw or rotated bases. Returns its norm over that of the weights, NaN
+// if it failed.
+static double alignment_draw(Alignment *a, const Stage *model, int draw, int rotated, uint64_t seed) {
+    double squares = 0.0, weights = 0.0;
+    int64_t at = 0;
+    uint64_t index = 0;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            float *v = a->direction + at + t->offset;
+            if (!t->block) continue;
+            for (int64_t j = 0; j < t->n; j++) a->values[j] = alignment_cauchy(seed, (uint32_t)draw, index++);
+            device_copy(v, a->values, sizeof(float) * (size_t)t->n, stage->stream);
+            if (rotated && alignment_turn(stage, i, v, 1)) return (double)NAN;
+            squares += sum_of_squares(v, t->n, stage->stream);
+            weights += sum_of_squares(stage->params + t->offset, t->n, stage->stream);
+        }
+    }
+    return sqrt(squares / weights);
+}
+
+static void alignment_put_params(Stage *model, const Alignment *a) {
+    const float *from = a->start;
+    for (Stage *stage = model; stage != NULL; from += stage->arena_floats, stage = stage->next)
+        device_copy(stage->params, from, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+}
+
+// Parameters = where they were + distance * v; their gradients on the batch.
+static int alignment_gradients(Trainer *trainer, const Alignment *a, float distance, const Batch *batches) {
+    Pass pass = {batches, trainer->progress.step, 0, 0, NULL};
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    int64_t at = 0;
+    alignment_put_params(model, a);
+    for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        vector_blend(stage->params, a->direction + at, 1.0f, distance, 1.0f, stage->arena_floats, stage->stream);
+    return mesh_run(&trainer->mesh, 0, 1, &pass);
+}
+
+// rows of this draw = (gradients in plus - gradients now) / (2 distance), a sample of each block matrix.
+static int alignment_take(Alignment *a, const Stage *model, int draw, int rotated, float distance, uint64_t seed) {
+    float *row = a->rows + draw;
+    int64_t at = 0;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
+        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *t = &stage->tensors[i];
+            float *difference = a->plus + at + t->offset;
+            if (!t->block) continue;
+            if (rotated && alignment_turn(stage, i, difference, 0)) return -1;
+            device_copy(a->values, difference, sizeof(float) * (size_t)t->n, stage->stream);
+            for (int64_t j = 0; j < alignment_rows(a, t); j++, row += ALIGNMENT_DRAWS) {
+                uint64_t which = rand_permute((uint64_t)j, (uint64_t)t->n, seed, RAND_ALIGNMENT, (uint64_t)t->index);
+                *row = a->values[which] / (2.0f * distance);
+            }
+        }
+    }
+    return stream_check(model->stream);
+}
+
+// A draw's products with H into the rows: central differences of unmasked gradients, a hundredth of the weights' norm
+// to each side. Parameters are put back.
+static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    uint64_t seed = (uint64_t)trainer->opts.seed;
+    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    if (!isfinite(distance)) return error_set("--measure-alignment: the weights are not finite");
+    if (alignment_gradients(trainer, a, distance, batches)) return -1;
+    model_copy_grads(a->plus, model);
+    if (alignment_gradients(trainer, a, -distance, batches)) return -1;
+    alignment_put_params(model, a);
+    return alignment_take(a, model, draw, rotated, distance, seed);
+}
+
+// The sum of |H_ij| over the first replica's block matrices, H of the mean loss of its batch, in raw or rotated bases.
+static int alignment_measure(Trainer *trainer, Alignment *a, int rotated, const Batch *batches, double *sum) {
+    for (int draw = 0; draw < ALIGNMENT_DRAWS; draw++)
+        if (alignment_product(trainer, a, draw, rotated, batches)) return -1;
+    *sum = alignment_sum(a->rows, a->n_rows) * (double)a->n_blocks / (double)a->n_rows;
+    return 0;
+}
+
+// Memory, and what is to be put back.
+static int alignment_begin(Alignment *a, const Stage *model) {
+    int64_t at = 0;
+    if (alignment_alloc(a, model)) return -1;
+    model_copy_grads(a->grads, model);
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        device_copy(a->start + at, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+    return 0;
+}
+
+// Both sums into the result, the second one once there are bases. Parameters and gradients are put back.
+static int measure_alignment(Trainer *trainer, const Batch *batches, StepResult *result) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    int has_basis = model->rotation != NULL && model->has_basis;
+    Alignment a;
+    int failed = alignment_begin(&a, model) || alignment_measure(trainer, &a, 0, batches, &result->alignment[0]) ||
+                 (has_basis && alignment_measure(trainer, &a, 1, batches, &result->alignment[1]));
+    if (!failed) model_put_grads(model, a.grads);
+    alignment_free(&a);
+    return failed ? -1 : stream_check(trainer->stream);
+}
+
 // Multiplications and additions of the filter over a stage's block matrices.
 static double filter_flops(const Stage *stage, const Anchor *anchor) {
     double flops = 0.0;
@@ -4004,18 +4345,19 @@ static void correct_cell(Trainer *trainer, Cell *cell) {
     double start = seconds();
     stage_correct(&cell->stage, &trainer->anchor, trainer->stream);
     if (cells_are_timed(mesh)) stream_wait(trainer->stream);
-    clock_compute(&cell->clock, mesh->device_flops > 0.0
-                                    ? correct_flops(&cell->stage, &trainer->anchor) / mesh->device_flops
-                                    : seconds() - start);
+    cell_spend(mesh, cell, FLOW_UPDATE,
+               mesh->device_flops > 0.0 ? correct_flops(&cell->stage, &trainer->anchor) / mesh->device_flops
+                                        : seconds() - start);
 }
 
-// The codec's bias, norms, filter and AdamW of every cell, unless a gradient is not finite anywhere. The norm told is
-// the first replica's.
+// The codec's bias, norms, filter and the optimizer's step of every cell, unless a gradient is not finite
+// anywhere. The norm told is the first replica's.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
-    AdamW adam = {opts->beta1, opts->beta2, opts->adam_eps};
+    AdamW adam = {opts->beta1 >= 0.0f ? opts->beta1 : optimizer_beta1((OptimizerKind)opts->optimizer), opts->beta2,
+                  opts->adam_eps};
     int filtered = is_filtered(trainer);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
@@ -4032,13 +4374,12 @@ static void update_cells(Trainer *trainer, StepResult *result) {
         Cell *cell = &mesh->cells[i];
         double start = seconds();
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
-        stage_update(&cell->stage, adam, result->lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps,
-                     trainer->stream);
+        float lr = optimizer_lr(cell->stage.optimizer.kind, result->lr, cell->stage.delay, p->step, trainer->n_steps);
+        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps, trainer->stream);
         if (cells_are_timed(mesh)) stream_wait(trainer->stream);
-        if (mesh->device_flops == 0.0)
-            cell_spend(mesh, cell, FLOW_UPDATE, seconds() - start);
-        else if (filtered && opts->alpha != 1.0f)
-            cell_spend(mesh, cell, FLOW_UPDATE, filter_flops(&cell->stage, &trainer->anchor) / mesh->device_flops);
+        double flops = update_flops(&cell->stage);
+        if (filtered && opts->alpha != 1.0f) flops += filter_flops(&cell->stage, &trainer->anchor);
+        cell_spend(mesh, cell, FLOW_UPDATE, mesh->device_flops > 0.0 ? flops / mesh->device_flops : seconds() - start);
     }
 }
 
@@ -4051,6 +4392,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     double loss = 0.0;
     memset(result, 0, sizeof *result);
     for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    result->alignment[0] = result->alignment[1] = (double)NAN;
     for (int i = 0; i < n_cells; i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
     if (trainer->anchored && meet_anchor(trainer, result)) return -1;
     next_batches(trainer, batches);
@@ -4067,6 +4409,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
     result->skipped = !isfinite(result->loss);
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
+    if (is_due(p->step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
     if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
     double start = seconds();
     for (int i = 0; i < n_cells; i++) stage_keep_version(&mesh->cells[i].stage, p->step);
@@ -4136,10 +4479,6 @@ static int print_sample(Trainer *trainer) {
     return result;
 }
 
-static int is_due(int64_t step, int64_t every) {
-    return every > 0 && step % every == 0;
-}
-
 enum { MAX_SKIPPED = 20 }; // steps in a row without a finite gradient before the run gives up
 
 // What is safe on the disk, in words.
@@ -4201,6 +4540,10 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(line, "cosine",
                             json_pack("{s:f, s:f, s:f}", "all", result->probe[0], "blocks", result->probe[1],
                                       "filtered", result->probe[2]));
+    if (isfinite(result->alignment[0]))
+        json_object_set_new(
+            line, "hessian_sizes",
+            json_pack("{s:f, s:o}", "raw", result->alignment[0], "rotated", real_or_null(result->alignment[1])));
     if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
@@ -4417,6 +4760,9 @@ static const char *const anchor_options[] = {"anchor-delay",  "anchor-batch",   
 static const char *const outer_options[] = {"local-steps", "outer-lr", "outer-momentum", "fragments",
                                             "overlap",     "mix",      "powersgd-rank",  NULL};
 
+static const char *const rotate_options[] = {"rotate-source",  "rotate-geometry", "rotate-every",
+                                             "rotate-max-dim", "refresh",         NULL};
+
 // -1 if one of these options was given although nothing uses it.
 static int given_in_vain(const Trainer *trainer, const char *const *names, const char *reason) {
     for (; *names != NULL; names++)
@@ -4469,6 +4815,32 @@ static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_s
             return error_set("--anchor-delay %s: a number of steps from 1 on, or auto", opts->anchor_delay);
         trainer->anchor_delay = (int)delay;
     }
+    return 0;
+}
+
+// Every cell's optimizer.
+static int decide_optimizer(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
+    Optimizer optimizer = {(OptimizerKind)opts->optimizer,
+                           (RotateSource)opts->rotate_source,
+                           (RotateGeometry)opts->rotate_geometry,
+                           (Refresh)opts->refresh,
+                           opts->rotate_every,
+                           opts->rotate_max_dim};
+    if (optimizer.kind != OPTIMIZER_ROTATE &&
+        given_in_vain(trainer, rotate_options, "nothing is rotated (--optimizer rotate)"))
+        return -1;
+    if (opts->measure_alignment > 0 && trainer->precision != PRECISION_FP32)
+        return error_set(
+            "--measure-alignment takes differences of gradients, too fine for bf16; give --precision fp32");
+    if (opts->measure_alignment > 0 && mesh->n_stages > 1 && opts->wire != WIRE_FP32)
+        return error_set(
+            "--measure-alignment takes differences of gradients, too fine for a bf16 boundary; give --wire "
+            "fp32");
+    if (optimizer.refresh != REFRESH_UNIFORM && mesh->n_stages == 1)
+        return error_set("--refresh goes by the stages' delays, and there is one stage; give -y 2 or more");
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].stage.optimizer = optimizer;
     return 0;
 }
 
@@ -4643,7 +5015,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
         trainer->n_params += stage->n_params;
     if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
-    if (decide_outer(trainer)) return -1;
+    if (decide_outer(trainer) || (training && decide_optimizer(trainer))) return -1;
     int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL;
     if (needs_data && open_data(trainer)) return -1;
     if (training && decide_steps(trainer)) return -1;

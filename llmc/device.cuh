@@ -161,7 +161,8 @@ static inline void *scratch_get(Scratch *scratch, size_t n_bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams
 
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_COUNT }; // operands; an op's own temporaries
+// Operands; an op's own temporaries; what an optimizer's step passes through.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_COUNT };
 
 // What an op keeps in a stream between calls (plans, handles), and how it goes when the stream does.
 enum { KEPT_MATMUL, KEPT_LINALG, KEPT_COUNT };

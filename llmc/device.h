@@ -97,7 +97,8 @@ typedef struct {
 
 #define MATMUL_SLOTS 1024
 
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_COUNT }; // bf16 operands; an op's own temporaries
+// Bf16 operands; an op's own temporaries; what an optimizer's step passes through.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_COUNT };
 
 // A queue of work and what its ops keep between calls. One thread at a time uses a stream.
 typedef struct Stream {

@@ -74,6 +74,8 @@ typedef struct {
     double table_bytes;                       // of a boundary's tables, both directions; 0: none
     double table_memory, codec_memory;        // of a boundary's tables in use; of a cell that has some, beside them
     double learn_memory;                      // of the anchor's cell behind a boundary
+    int keeps_delta;                          // 1: the optimizer keeps a third value beside the moments
+    double rotation_bytes;                    // of a layer's bases and their moments, in memory
     MeshDp dp;                                // between fast replicas; off with one
     int local_steps;                          // of DiLoCo between averages
     int powersgd_rank;                        // 0: the largest that gives MESH_POWERSGD_RATIO
@@ -157,13 +159,21 @@ static inline int plan_check(const MeshPlan *plan) {
     const struct {
         const char *name;
         int64_t value, min, max;
-    } sizes[] = {{"replicas", plan->replicas, 1, 1000000},           {"batch", plan->batch, 1, 1000000},
-                 {"micro-batch", plan->micro_batch, 1, plan->batch}, {"recompute", plan->recompute, 0, 1},
-                 {"logits", plan->logits_floats, 0, INT64_MAX},      {"anchor", plan->anchor, 0, 1},
-                 {"anchor-rank", plan->anchor_rank, 0, 1 << 24},     {"anchor-delay", plan->anchor_delay, 1, 1000000},
-                 {"dp", plan->dp, MESH_DP_NONE, MESH_DP_DENSE},      {"local-steps", plan->local_steps, 1, 1000000},
-                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24}, {"sets of factors", plan->factor_sets, 0, 2},
-                 {"asynchronous", plan->asynchronous, 0, 1},         {"stash", plan->stash, 0, 1}};
+    } sizes[] = {{"replicas", plan->replicas, 1, 1000000},
+                 {"batch", plan->batch, 1, 1000000},
+                 {"micro-batch", plan->micro_batch, 1, plan->batch},
+                 {"recompute", plan->recompute, 0, 1},
+                 {"logits", plan->logits_floats, 0, INT64_MAX},
+                 {"anchor", plan->anchor, 0, 1},
+                 {"anchor-rank", plan->anchor_rank, 0, 1 << 24},
+                 {"anchor-delay", plan->anchor_delay, 1, 1000000},
+                 {"dp", plan->dp, MESH_DP_NONE, MESH_DP_DENSE},
+                 {"local-steps", plan->local_steps, 1, 1000000},
+                 {"powersgd-rank", plan->powersgd_rank, 0, 1 << 24},
+                 {"sets of factors", plan->factor_sets, 0, 2},
+                 {"asynchronous", plan->asynchronous, 0, 1},
+                 {"stash", plan->stash, 0, 1},
+                 {"delta", plan->keeps_delta, 0, 1}};
     const struct {
         const char *name;
         double value, min, max;
@@ -171,7 +181,8 @@ static inline int plan_check(const MeshPlan *plan) {
         {"mask-rate", (double)plan->mask_rate, 0.0, 0.999999}, {"link rate in Mbit/s", plan->link_mbps, 1e-6, 1e9},
         {"link latency in ms", plan->link_ms, 0.0, 1e9},       {"device TFLOP/s", plan->device_tflops, 1e-6, 1e9},
         {"tables' bytes", plan->table_bytes, 0.0, 1e15},       {"tables' memory", plan->table_memory, 0.0, 1e15},
-        {"codec's memory", plan->codec_memory, 0.0, 1e15},     {"learner's memory", plan->learn_memory, 0.0, 1e15}};
+        {"codec's memory", plan->codec_memory, 0.0, 1e15},     {"learner's memory", plan->learn_memory, 0.0, 1e15},
+        {"rotation's memory", plan->rotation_bytes, 0.0, 1e15}};
     if (config_check(&plan->config, "mesh")) return -1;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].min || sizes[i].value > sizes[i].max)
@@ -224,7 +235,8 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
 
     double arena = 4.0 * (double)cell->n_params;
     double vectors = (2.0 * n_layers + is_last) * config->channels, matrices = (double)cell->n_params - vectors;
-    cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = 2.0 * arena;
+    cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = (2.0 + plan->keeps_delta) * arena;
+    cell->moment_bytes += n_layers * plan->rotation_bytes;
     cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * arena : 0.0;
     int in_flight = plan->asynchronous ? versions_delay(s, Y) + 1 : schedule_in_flight(s, Y, n_micro);
     cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, in_flight);

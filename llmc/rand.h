@@ -21,7 +21,8 @@ typedef enum {
     RAND_SVD = 6,
     RAND_POWERSGD = 7,
     RAND_BOTTLENECK = 8,
-    RAND_KLT = 12
+    RAND_KLT = 12,
+    RAND_ALIGNMENT = 13
 } RandStream;
 
 typedef struct {

@@ -5,6 +5,8 @@
 //   round      x = bf16(x), nearest even                     in place, stays fp32
 //   sum        total += x[0] + x[1] + ...                    in double, the same order every time
 //   momentum   m = beta*m + (1-beta)*x                       in place
+//   blend      to = keep*to + add*(scale*x)                  in place
+//   drift      delta = decay*delta + (1-decay)*(now-before)  in place
 //   dot        sum a*b, sum_of_squares  sum x*x              in double, the same bits every time
 // All but dot: a thread for 4 values (elements.cuh), blocks of 256, any n and any addresses. No shared memory.
 #ifndef LLMC_VECTOR_CUH
@@ -102,6 +104,44 @@ struct VectorMomentumOp {
 
 // Moves 12n bytes.
 __global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_momentum_kernel(VectorMomentumOp op, Elements range) {
+    elements_do<4>(op, range);
+}
+
+struct VectorBlendOp {
+    float *to;
+    const float *x;
+    float keep, add, scale;
+    template <int WIDTH> __device__ void at(int64_t i) const {
+        Values<WIDTH> to4 = values_load<WIDTH>(to + i), x4 = values_load<WIDTH>(x + i);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            float scaled = x4.v[j] * scale;
+            to4.v[j] = keep * to4.v[j] + add * scaled;
+        }
+        values_store(to + i, to4);
+    }
+};
+
+// Moves 12n bytes.
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_blend_kernel(VectorBlendOp op, Elements range) {
+    elements_do<4>(op, range);
+}
+
+struct VectorDriftOp {
+    float *delta;
+    const float *now, *before;
+    float decay;
+    template <int WIDTH> __device__ void at(int64_t i) const {
+        Values<WIDTH> d4 = values_load<WIDTH>(delta + i);
+        Values<WIDTH> n4 = values_load<WIDTH>(now + i), b4 = values_load<WIDTH>(before + i);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) d4.v[j] = decay * d4.v[j] + (1.0f - decay) * (n4.v[j] - b4.v[j]);
+        values_store(delta + i, d4);
+    }
+};
+
+// Moves 16n bytes.
+__global__ static void __launch_bounds__(ELEMENTS_BLOCK) vector_drift_kernel(VectorDriftOp op, Elements range) {
     elements_do<4>(op, range);
 }
 
@@ -204,6 +244,22 @@ static inline void vector_momentum(float *m, const float *x, float beta, int64_t
     VectorMomentumOp op = {m, x, beta};
     Elements range = elements_of(n, 4, aligned_16(m, x));
     LAUNCH(vector_momentum_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
+}
+
+// to, x (n)
+static inline void vector_blend(float *to, const float *x, float keep, float add, float scale, int64_t n,
+                                Stream *stream) {
+    VectorBlendOp op = {to, x, keep, add, scale};
+    Elements range = elements_of(n, 4, aligned_16(to, x));
+    LAUNCH(vector_blend_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
+}
+
+// delta, now, before (n)
+static inline void vector_drift(float *delta, const float *now, const float *before, float decay, int64_t n,
+                                Stream *stream) {
+    VectorDriftOp op = {delta, now, before, decay};
+    Elements range = elements_of(n, 4, aligned_16(delta, now, before));
+    LAUNCH(vector_drift_kernel, range.blocks, ELEMENTS_BLOCK, 0, stream, op, range);
 }
 
 // a, b (n). The result is on the host: waits for the stream. NaN if the stream has failed.

@@ -5,6 +5,8 @@
 //   round      x = bf16(x), nearest even                     in place, stays fp32
 //   sum        total += x[0] + x[1] + ...                    in double, in this order
 //   momentum   m = beta*m + (1-beta)*x                       in place
+//   blend      to = keep*to + add*(scale*x)                  in place
+//   drift      delta = decay*delta + (1-decay)*(now-before)  in place
 //   dot        sum a*b, sum_of_squares  sum x*x              in double, the same bits for any thread count
 #ifndef LLMC_VECTOR_H
 #define LLMC_VECTOR_H
@@ -54,6 +56,23 @@ static inline void vector_sum(double *total, const float *x, int64_t n, Stream *
 static inline void vector_momentum(float *m, const float *x, float beta, int64_t n, Stream *stream) {
 #pragma omp parallel for simd num_threads(stream->threads) schedule(static)
     for (int64_t i = 0; i < n; i++) m[i] = beta * m[i] + (1.0f - beta) * x[i];
+}
+
+// to, x (n)
+static inline void vector_blend(float *to, const float *x, float keep, float add, float scale, int64_t n,
+                                Stream *stream) {
+#pragma omp parallel for simd num_threads(stream->threads) schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        float scaled = x[i] * scale;
+        to[i] = keep * to[i] + add * scaled;
+    }
+}
+
+// delta, now, before (n)
+static inline void vector_drift(float *delta, const float *now, const float *before, float decay, int64_t n,
+                                Stream *stream) {
+#pragma omp parallel for simd num_threads(stream->threads) schedule(static)
+    for (int64_t i = 0; i < n; i++) delta[i] = decay * delta[i] + (1.0f - decay) * (now[i] - before[i]);
 }
 
 // a, b (n). Fixed blocks, each summed on its own and the blocks added in order.

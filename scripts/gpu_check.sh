@@ -128,7 +128,7 @@ run_program() {
 
 # The tests whose kernels are all ours: the libraries' take minutes under it. What is shared between threads: racecheck.
 run_sanitizer() {
-    local ours=(adamw attention codec cross_entropy embedding mask outer rmsnorm rope swiglu vector)
+    local ours=(adamw attention codec cross_entropy embedding mask nesterov outer rmsnorm rope swiglu vector)
     local shared=(attention cross_entropy embedding rmsnorm vector)
     local common=(--error-exitcode 9 --report-api-errors no)
     parts+=(memcheck racecheck synccheck initcheck)

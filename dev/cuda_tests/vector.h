@@ -1,6 +1,6 @@
 // Vectors: n around packs and blocks, any address. What is rounded once has the CPU's bits; dots have one value.
 // Must fail for: the tail left out, n instead of the count in the mean, bf16 by truncation, beta and 1 - beta swapped,
-// a block or a thread left out of the dot, dots in fp32.
+// a block or a thread left out of the dot, dots in fp32, scale left out of the blend, now and before exchanged.
 namespace cpu {
 #include "../../llmc/vector.h"
 }
@@ -39,6 +39,24 @@ static void vector_case(int n, int offset) {
     free(ours_rounded);
     free(rounded);
     free(x);
+}
+
+static void vector_blend_case(int n, int offset) {
+    int all = n + offset;
+    float *x = host_random(all, 265, 1.0f), *blended = host_random(all, 266, 1.0f),
+          *moved = host_random(all, 267, 1.0f);
+    float *now = host_random(all, 268, 1.0f), *on_x = device_of_host(x, all), *on_now = device_of_host(now, all);
+    float *on_blended = device_of_host(blended, all), *on_moved = device_of_host(moved, all);
+    vector_blend(on_blended + offset, on_x + offset, 0.9f, 0.2f, 0.3f, n, test_stream);
+    vector_drift(on_moved + offset, on_now + offset, on_x + offset, 0.8f, n, test_stream);
+    cpu::vector_blend(blended + offset, x + offset, 0.9f, 0.2f, 0.3f, n, test_cpu_stream);
+    cpu::vector_drift(moved + offset, now + offset, x + offset, 0.8f, n, test_cpu_stream);
+    check_device(on_blended, blended, all, 1e-6, "blend");
+    check_device(on_moved, moved, all, 1e-6, "drift");
+    device_release(on_x, all, "x");
+    device_release(on_now, all, "now");
+    free(x);
+    free(now);
 }
 
 // to: which of the vectors the mean goes to, or count for another.
@@ -101,8 +119,8 @@ static void vector_dot_case(int n) {
 
 static void test_cuda_vector(void) {
     static const int sizes[] = {1, 3, 4, 5, 1023, 1024, 4101}, dots[] = {1, 4, 1023, 1025, 4096, 4097, 70001};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) vector_case(sizes[i], 0);
-    for (int offset = 1; offset < 4; offset++) vector_case(1030, offset);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) vector_case(sizes[i], 0), vector_blend_case(sizes[i], 0);
+    for (int offset = 1; offset < 4; offset++) vector_case(1030, offset), vector_blend_case(1030, offset);
     for (size_t i = 0; i < sizeof dots / sizeof *dots; i++) vector_dot_case(dots[i]), vector_sum_case(dots[i]);
     vector_dot_case(DOT_BLOCKS * DOT_BLOCK * 4 + 7); // threads take a second quad
     vector_mean_case(1030, 1, 1, 0);
