@@ -144,7 +144,8 @@ try_rates() { # NAME LAYERS STAGES RATES...
 
 # The rates of RATES above (1), or below (-1) one, from there on.
 rates_beside() {
-    echo "$RATES" | tr ' ' '\n' | sort -g $([ "$2" = 1 ] || echo -r) | awk -v from="$1" 'after; $1 == from { after = 1 }'
+    echo "$RATES" | tr ' ' '\n' | awk -v from="$1" -v side="$2" '($1 - from) * side > 0' | sort -g |
+        if [ "$2" = 1 ]; then cat; else tac; fi
 }
 
 # A search from START: up while it gets better, else down. best_lr is empty if nothing is there.
@@ -234,7 +235,7 @@ find_better() {
 walk() {
     cells=
     for entry in adamw rotate-2nd-bi $BASELINES $ROTATIONS; do
-        [ $entry = pipedream-lr ] || cells="$cells
+        [ "$entry" = pipedream-lr ] || cells="$cells
 climb $entry 1" # else adamw's
         cells="$cells
 climb $entry $DEPTH"
@@ -264,7 +265,7 @@ between $entry $many"
     cells=
     for many in $SIZES; do
         for entry in $grid; do
-            [ $entry = pipedream-lr ] || cells="$cells
+            [ "$entry" = pipedream-lr ] || cells="$cells
 inherit $entry $many 1 climb $entry 1"
             cells="$cells
 inherit $entry $many $many between $entry $many"
