@@ -97,7 +97,8 @@ function write_points(name, stages,   cell, i, times) {
 function print_search(name, stages,   i) {
     if (!((name, depth, stages) in run)) return
     printf "| %s | %d |", name, stages
-    for (i = 1; i <= n_rates; i++) printf " %s |", (name, depth, stages, rate[i]) in tried ? tried[name, depth, stages, rate[i]] : "-"
+    for (i = 1; i <= n_rates; i++)
+        printf " %s |", (name, depth, stages, rate[i]) in tried ? tried[name, depth, stages, rate[i]] : "-"
     printf "\n"
 }
 

@@ -91,7 +91,8 @@ measure() { # OPTIONS
     # shellcheck disable=SC2086  # words
     train_to "$folder/output.txt" $1 --threads 1 -o "$folder"
     if ! grep -q "^done: $STEPS steps" "$folder/output.txt"; then
-        tail -1 "$folder/output.txt" | grep -Eq '^train: .*(not finite|no finite|infinite or NaN)' || fail "$folder/output.txt"
+        tail -1 "$folder/output.txt" | grep -Eq '^train: .*(not finite|no finite|infinite or NaN)' ||
+            fail "$folder/output.txt"
     fi
     results=$(awk -v steps="$STEPS" -v window=$WINDOW -v curve="$study_folder/$run.curve" '
         function number(key,   at) { # what follows the key; "" if nothing does
