@@ -4272,27 +4272,34 @@ static void test_wire_feedback(void) {
 }
 #endif
 
-// The codecs' study in its quick size, by the script: all of it, nothing of it again, and a lost row once more.
-// Must fail for: a row that is not found again, a table or plot that is missing.
-static void test_codec_study(void) {
-    char program[PATH_MAX], command[4 * PATH_MAX];
-    static const struct {
-        const char *before, *says;
-    } cases[] = {{"", "codecs: 9 runs now, 9 in all, 0 missing"},
-                 {"", "codecs: 0 runs now, 9 in all, 0 missing"},
-                 {"sed -i '$d' \"$RUNS/codecs-quick.csv\";", "codecs: 1 runs now, 9 in all, 0 missing"}};
+// A study in its quick size, by its script: all of `runs` runs, none of them again, and a lost row once more.
+static void check_study(const char *study, const char *only, int runs) {
+    char program[PATH_MAX], command[4 * PATH_MAX], says[128], lose[PATH_MAX];
     if (!check(realpath("/proc/self/exe", program) != NULL, "no path of this program")) return;
+    snprintf(lose, sizeof lose, "sed -i '$d' \"$RUNS/%s-quick.csv\";", study);
+    const struct {
+        const char *before;
+        int runs;
+    } cases[] = {{"", runs}, {"", 0}, {lose, 1}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         snprintf(command, sizeof command,
-                 "export RUNS='%s/study' TRAIN='%s --program' STEPS=4 BATCH=1 TAG=quick ONLY='.*'; %s "
-                 "scripts/run_codecs.sh --quick > '%s/output' 2>&1",
-                 test_folder, program, cases[i].before, test_folder);
+                 "unset STEPS BATCH; export RUNS='%s/study' TRAIN='%s --program' TAG=quick ONLY='%s'; %s "
+                 "scripts/run_%s.sh --quick > '%s/output' 2>&1",
+                 test_folder, program, only, cases[i].before, study, test_folder);
         int status = system(command);
         char *text = read_text("output");
-        check(status == 0 && strstr(text, cases[i].says) != NULL, "status %d, not '%s':\n%s", status, cases[i].says,
-              text);
+        snprintf(says, sizeof says, "%s: %d runs now, %d in all, ", study, cases[i].runs, runs);
+        check(status == 0 && strstr(text, says) != NULL, "status %d, not '%s':\n%s", status, says, text);
         free(text);
     }
+}
+
+// Must fail for: a row that is not found again, a table or plot that is missing.
+static void test_codec_study(void) {
+    check_study("codecs", ".*", 9);
+}
+static void test_async_study(void) {
+    check_study("async", "adamw.*", 8);
 }
 
 // An anchor beside the fast circuit takes nothing of its threads.
@@ -7176,6 +7183,7 @@ static const struct {
     {"mesh_clock", test_mesh_clock},
     {"codec_runs", test_codec_runs},
     {"codec_study", test_codec_study},
+    {"async_study", test_async_study},
     {"anchor_threads", test_anchor_threads},
     {"versions", test_versions},
     {"flow", test_flow},

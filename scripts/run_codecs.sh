@@ -60,31 +60,6 @@ prepare() {
     mv "$report.tmp" "$report"
 }
 
-# One study of a name at a time. What a killed one has left running holds the lock too.
-lock() {
-    command -v flock > /dev/null || return 0
-    mkdir -p "$study_folder"
-    exec 9> "$study_folder/lock"
-    flock -n 9 || { echo "codecs: $study_folder is in use by another study, or by a run that one left behind" >&2; exit 1; }
-}
-
-# $TRAIN with words, its output in a file; the status is its own. A signal ends it with the study.
-child=
-stop() {
-    [ -z "$child" ] || kill -9 "$child" 2> /dev/null || true
-    echo "codecs: stopped; the same command goes on"
-    exit 130
-}
-train_to() {
-    output=$1
-    shift
-    $TRAIN "$@" > "$output" 2>&1 &
-    child=$!
-    status=0
-    wait "$child" || status=$?
-    child=
-}
-
 # Parts of klt and other uses of the anchor have the learning rate of the codec they belong to: flat without the metric,
 # even with the same bytes both ways, unpredicted, fixed bits, often and seldom by how old tables get.
 # Sets config, p ("-": it has a rate of its own), flags, and whose search it takes its learning rate from, of a name.
@@ -152,8 +127,6 @@ evaluate() { # MODEL OUTPUT
     loss=nan
 }
 
-fail() { tail -3 "$1"; echo "codecs: $name failed, see $1" >&2; exit 1; }
-
 # Trains and measures one run: what it gave, tune_loss to sim_tok_s, into $results. One that diverges has losses of nan.
 measure() { # LR SEED OPTIONS
     run=$study_folder/$name-lr$1-seed$2
@@ -192,14 +165,6 @@ codec_run() { # NAME LR SEED
     loss=$(echo "$row" | cut -d, -f8)
 }
 
-find_row() { # OPTIONS
-    hash=$(echo "$version $1" | cksum | cut -d' ' -f1)
-    row=$(grep "^$hash," "$study_csv" || true)
-    [ $looking = 1 ] || return 0
-    echo "$hash" >> "$work/plan"
-    [ -z "$row" ] || echo "$row" >> "$work/rows"
-}
-
 # The base model's loss on the reporting split.
 start_run() {
     name=start
@@ -209,10 +174,6 @@ start_run() {
     evaluate "$MODEL" "$study_folder/start.txt"
     echo "$hash,start,none,-,-,-,0,,$loss,,,,,,,,,,,--eval" >> "$study_csv"
     echo "$started of about $missing: before training, reporting loss $loss"
-}
-
-is_less() { # LOSS OTHER: nan and nothing are more than any number
-    awk -v a="$1" -v b="$2" 'BEGIN { exit !(a ~ /^[0-9]/ && (b !~ /^[0-9]/ || a + 0 < b + 0)) }'
 }
 
 # The runs of the search with seed 1: from the middle of the list to the side that is better, until it gets worse. Sets
@@ -263,18 +224,6 @@ walk() {
     for entry in $SLOW; do climb "$entry"; done
     seeds "$SLOW"
 }
-
-look() { # what of the study is there: $work/rows, and of how many runs
-    rm -f "$work/plan" "$work/rows"
-    : > "$work/rows"
-    looking=1
-    walk
-    looking=0
-    sort -u "$work/plan" -o "$work/plan"
-    sort -u "$work/rows" -o "$work/rows"
-    missing=$(($(wc -l < "$work/plan") - $(wc -l < "$work/rows")))
-}
-
 
 table() { # from $work/rows to the Markdown file, and to $work/NAME.points for the plot
     {

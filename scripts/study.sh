@@ -52,3 +52,58 @@ study_table() {
         "bytes/tok", "tok/s" }
         NR > 1 { printf "%-14s %9s %9s %8s %8s %9s %10s\n", $1, $2, $3, $4, $5, $6, $7 }' "$study_csv"
 }
+
+# The rest is for studies that search for learning rates and know a run by a hash of its options: a study sets `version`,
+# counted up by whoever changes what its options mean, `name` of the run at hand, `looking` (1: only see what is there),
+# `work` (a temporary folder) and `walk`, a function that goes through all its runs.
+
+# One study of a name at a time. What a killed one has left running holds the lock too.
+lock() {
+    command -v flock > /dev/null || return 0
+    mkdir -p "$study_folder"
+    exec 9> "$study_folder/lock"
+    flock -n 9 || { echo "$study: $study_folder is in use by another study, or by a run that one left behind" >&2; exit 1; }
+}
+
+# $TRAIN with words, its output in a file; the status is its own. A signal ends it with the study.
+child= # the program that runs
+stop() {
+    [ -z "$child" ] || kill -9 "$child" 2> /dev/null || true
+    echo "$study: stopped; the same command goes on"
+    exit 130
+}
+train_to() {
+    output=$1
+    shift
+    $TRAIN "$@" > "$output" 2>&1 &
+    child=$!
+    status=0
+    wait "$child" || status=$?
+    child=
+}
+
+fail() { tail -3 "$1"; echo "$study: $name failed, see $1" >&2; exit 1; }
+
+# Sets hash and row, empty if the run is not there; a look also notes what belongs to the study.
+find_row() { # OPTIONS
+    hash=$(echo "$version $1" | cksum | cut -d' ' -f1)
+    row=$(grep "^$hash," "$study_csv" || true)
+    [ $looking = 1 ] || return 0
+    echo "$hash" >> "$work/plan"
+    [ -z "$row" ] || echo "$row" >> "$work/rows"
+}
+
+is_less() { # LOSS OTHER: nan and nothing are more than any number
+    awk -v a="$1" -v b="$2" 'BEGIN { exit !(a ~ /^[0-9]/ && (b !~ /^[0-9]/ || a + 0 < b + 0)) }'
+}
+
+look() { # what of the study is there: $work/rows, and of how many runs
+    rm -f "$work/plan" "$work/rows"
+    : > "$work/rows"
+    looking=1
+    walk
+    looking=0
+    sort -u "$work/plan" -o "$work/plan"
+    sort -u "$work/rows" -o "$work/rows"
+    missing=$(($(wc -l < "$work/plan") - $(wc -l < "$work/rows")))
+}
