@@ -2831,6 +2831,129 @@ static void test_muon_nesterov(void) {
     stream_destroy(stream);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// What a delay does to optimizers
+
+// f(W) = 1/2 sum_ij h_i h_j (A W B^T)_ij^2 for W (SIDE,SIDE), curvatures h from 1 down to 0.01. With identities for the
+// orthonormal A and B the eigenvectors are W's axes; with others they are turned against them.
+enum { BOWL_SIDE = 16, BOWL_SIZE = BOWL_SIDE * BOWL_SIDE, BOWL_STEPS = 600, BOWL_DELAY = 7 };
+typedef struct {
+    double a[BOWL_SIZE], b[BOWL_SIZE];
+} Bowl;
+
+// Rows of q become orthonormal: the identity, or those of random numbers by Gram and Schmidt.
+static void bowl_basis(double *q, int seed, int turned) {
+    for (int i = 0; i < BOWL_SIDE; i++) {
+        double *row = q + (int64_t)i * BOWL_SIDE, length = 0.0;
+        for (int k = 0; k < BOWL_SIDE; k++)
+            row[k] = turned ? rand_uniform((uint64_t)seed, RAND_TEST, (uint64_t)(i * BOWL_SIDE + k)) - 0.5 : i == k;
+        for (int j = 0; j < i; j++) {
+            double dot = 0.0;
+            for (int k = 0; k < BOWL_SIDE; k++) dot += row[k] * q[j * BOWL_SIDE + k];
+            for (int k = 0; k < BOWL_SIDE; k++) row[k] -= dot * q[j * BOWL_SIDE + k];
+        }
+        for (int k = 0; k < BOWL_SIDE; k++) length += row[k] * row[k];
+        for (int k = 0; k < BOWL_SIDE; k++) row[k] /= sqrt(length);
+    }
+}
+
+// out = A x B^T, or back: A^T x B.
+static void bowl_turn(const Bowl *bowl, double *out, const double *x, int back) {
+    double half[BOWL_SIZE] = {0.0};
+    for (int i = 0; i < BOWL_SIDE; i++)
+        for (int k = 0; k < BOWL_SIDE; k++)
+            for (int j = 0; j < BOWL_SIDE; j++)
+                half[i * BOWL_SIDE + j] += bowl->a[back ? k * BOWL_SIDE + i : i * BOWL_SIDE + k] * x[k * BOWL_SIDE + j];
+    memset(out, 0, sizeof half);
+    for (int i = 0; i < BOWL_SIDE; i++)
+        for (int j = 0; j < BOWL_SIDE; j++)
+            for (int k = 0; k < BOWL_SIDE; k++)
+                out[i * BOWL_SIDE + j] +=
+                    half[i * BOWL_SIDE + k] * bowl->b[back ? k * BOWL_SIDE + j : j * BOWL_SIDE + k];
+}
+
+// f(w), and its gradient.
+static double bowl_loss(const Bowl *bowl, const float *w, float *grad) {
+    double x[BOWL_SIZE], y[BOWL_SIZE], loss = 0.0;
+    for (int i = 0; i < BOWL_SIZE; i++) x[i] = w[i];
+    bowl_turn(bowl, y, x, 0);
+    for (int i = 0; i < BOWL_SIZE; i++) {
+        double curvature = pow(10.0, -2.0 * (i / BOWL_SIDE + i % BOWL_SIDE) / (BOWL_SIDE - 1));
+        loss += 0.5 * curvature * y[i] * y[i];
+        y[i] *= curvature;
+    }
+    bowl_turn(bowl, x, y, 1);
+    for (int i = 0; i < BOWL_SIZE; i++) grad[i] = (float)x[i];
+    return loss;
+}
+
+// By what share of the first loss an optimizer ends, with gradients that are BOWL_DELAY updates old. From a point whose
+// components along the eigenvectors are all 1 or -1.
+static double bowl_descend(const Bowl *bowl, const Optimizer *optimizer, float lr, Stream *stream) {
+    enum { KEPT = BOWL_DELAY + 1 };
+    float *versions = (float *)calloc(KEPT * BOWL_SIZE, sizeof(float));
+    float *state = (float *)calloc(8 * BOWL_SIZE, sizeof(float)); // more than any rotation needs
+    float grad[BOWL_SIZE], m[BOWL_SIZE] = {0.0f}, v[BOWL_SIZE] = {0.0f};
+    double signs[BOWL_SIZE], start[BOWL_SIZE];
+    AdamW adam = {0.9f, 0.999f, 1e-8f};
+    for (int i = 0; i < BOWL_SIZE; i++) signs[i] = rand_uniform(5, RAND_TEST, (uint64_t)i) < 0.5f ? -1.0 : 1.0;
+    bowl_turn(bowl, start, signs, 1);
+    for (int i = 0; i < BOWL_SIZE; i++) versions[i] = (float)start[i];
+    double first = bowl_loss(bowl, versions, grad);
+    for (int step = 1; step <= BOWL_STEPS; step++) {
+        int seen = step - 1 > BOWL_DELAY ? step - 1 - BOWL_DELAY : 0;
+        float *now = versions + (step - 1) % KEPT * BOWL_SIZE, *next = versions + step % KEPT * BOWL_SIZE;
+        bowl_loss(bowl, versions + seen % KEPT * BOWL_SIZE, grad);
+        memcpy(next, now, sizeof grad);
+        float rate = lr_at(LR_COSINE, lr, 0.01f, step - 1, 10, BOWL_STEPS);
+        RotateRefresh refresh = step == 1 ? ROTATE_COLD : step % 10 == 0 ? ROTATE_WARM : ROTATE_KEEP;
+        if (optimizer->kind == OPTIMIZER_ROTATE)
+            rotate_update(next, grad, m, v, state, BOWL_SIDE, BOWL_SIDE, optimizer, refresh, adam, rate, 0.0f, 1.0f,
+                          step, stream);
+        else
+            adamw_update(next, grad, m, v, BOWL_SIZE, adam, rate, 0.0f, 1.0f, step, stream);
+    }
+    check(stream_check(stream) == 0, "%s", error_message);
+    double last = bowl_loss(bowl, versions + BOWL_STEPS % KEPT * BOWL_SIZE, grad);
+    free(versions);
+    free(state);
+    return last / first;
+}
+
+// Of the learning rates the best.
+static double bowl_best(const Bowl *bowl, const Optimizer *optimizer, Stream *stream) {
+    static const float rates[] = {0.003f, 0.01f, 0.03f, 0.1f};
+    double best = INFINITY;
+    for (int i = 0; i < 4; i++) best = fmin(best, bowl_descend(bowl, optimizer, rates[i], stream));
+    return best;
+}
+
+// The claim of [B] where nothing is random: under a delay of 7 updates AdamW ends at 6e-14 of the first loss if the
+// Hessian's eigenvectors are the axes, and at 2e-2 if they are not; (2nd, bi) finds them and ends at 1e-7 either way;
+// every rotation beats AdamW on the turned bowl. Must fail for: bases that stay at their first estimate.
+static void test_delayed_bowl(void) {
+    static const char *const names[] = {"(1st, uni)", "(1st, bi)", "(2nd, uni)", "(2nd, bi)"};
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    Bowl aligned, turned;
+    Optimizer optimizer;
+    double best = 0.0;
+    bowl_basis(aligned.a, 1, 0), bowl_basis(aligned.b, 2, 0);
+    bowl_basis(turned.a, 1, 1), bowl_basis(turned.b, 2, 1);
+    memset(&optimizer, 0, sizeof optimizer);
+    double adamw_aligned = bowl_best(&aligned, &optimizer, stream),
+           adamw_turned = bowl_best(&turned, &optimizer, stream);
+    check(adamw_aligned < 1e-10 && adamw_turned > 5e-3, "AdamW: aligned %g, turned %g", adamw_aligned, adamw_turned);
+    optimizer.kind = OPTIMIZER_ROTATE, optimizer.every = 10, optimizer.max_dim = 4096;
+    for (int way = 0; way < 4; way++) {
+        optimizer.source = (RotateSource)(way / 2), optimizer.geometry = (RotateGeometry)(way % 2);
+        best = bowl_best(&turned, &optimizer, stream);
+        check(best < 0.5 * adamw_turned, "%s: turned %g, AdamW %g", names[way], best, adamw_turned);
+    }
+    double best_aligned = bowl_best(&aligned, &optimizer, stream);
+    check(best < 1e-5 && best_aligned < 1e-5, "(2nd, bi): aligned %g, turned %g", best_aligned, best);
+    stream_destroy(stream);
+}
+
 // Sorting, gathering and column sums of a rotation, beside plain loops; two vectors' blend and drift.
 static void test_rotate_ops(void) {
     static const float keys[] = {1.0f, NAN, 3.0f, 3.0f, -INFINITY, INFINITY, 0.0f, NAN};
@@ -7104,6 +7227,7 @@ static const struct {
     {"rotate_identity", test_rotate_identity},
     {"rotate_ops", test_rotate_ops},
     {"muon_nesterov", test_muon_nesterov},
+    {"delayed_bowl", test_delayed_bowl},
     {"powersgd", test_powersgd},
     {"masked_gradient", test_masked_gradient},
     {"anchor", test_anchor},
