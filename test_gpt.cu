@@ -3440,7 +3440,7 @@ static void async_case(int P, int mode, const char *precision) {
     check(newest.loss == expected.loss, "%d stages, mode %d: held-out loss %g, expected %g", P, mode, newest.loss,
           expected.loss);
     for (int i = 0; i < 12; i++) free(ref.known[i]);
-    for (int s = 0; s < P; s++) free(deltas[s]);
+    for (int s = 0; s < P; s++) mesh_cell(mesh, 0, s)->stage.delta = NULL, free(deltas[s]);
     mesh_run_close(run);
     mesh_run_close(ref.run);
 }

@@ -3434,8 +3434,8 @@ static Arena result_arena(const Trainer *trainer) {
 // The simulated time of an asynchronous pipeline's stage, for run.json: micro-batches simulated, and those of which
 // something is left: seconds, bytes, arrivals.
 static json_t *flow_to_json(const Flow *flow) {
-    json_t *flights = json_array();
     if (flow->flights == NULL) return json_null();
+    json_t *flights = json_array();
     for (int64_t micro = flow->backwards; micro < flow->recorded; micro++) {
         const Flight *f = flow_at(flow, micro);
         json_array_append_new(flights, json_pack("[f, f, f, I, I, f, f]", f->seconds[0], f->seconds[1], f->seconds[2],
