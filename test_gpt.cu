@@ -6645,19 +6645,20 @@ static void test_alignment(void) {
 // of no side are AdamW; and what cannot be is refused. Must fail for: bases, delta or their flag forgotten by a
 // checkpoint, a default of beta1 that a resumed run takes anew.
 static void test_optimizer_runs(void) {
+    enum { CASES = 9 };
     static const struct {
         const char *words, *says;
-    } cases[] = {{"--optimizer adamw", "AdamW moments"},
-                 {"--optimizer rotate --rotate-every 3 -y 3 --refresh stage-aware", "bases (2nd, bi) refreshed"},
-                 {"--optimizer rotate --rotate-every 2 -y 3 --refresh reversed --rotate-geometry uni", "(2nd, uni)"},
-                 {"--optimizer rotate --rotate-every 3 --rotate-source 1st -x 2 -y 2 --local-steps 4", "(1st, bi)"},
-                 {"--optimizer rotate --rotate-source 1st --rotate-geometry uni --rotate-max-dim 24", "up to 24"},
-                 {"--optimizer nesterov --beta1 0.95", "optimizer nesterov"},
-                 {"--optimizer pipemare -y 2", "optimizer pipemare"},
-                 {"--optimizer muon -y 2", "optimizer muon"},
-                 {"--optimizer pipedream-lr -y 2", "optimizer pipedream-lr"}};
+    } cases[CASES] = {
+        {"--optimizer adamw", "AdamW moments"},
+        {"--optimizer rotate --rotate-every 3 -y 3 --refresh stage-aware", "bases (2nd, bi) refreshed"},
+        {"--optimizer rotate --rotate-every 2 -y 3 --refresh reversed --rotate-geometry uni", "(2nd, uni)"},
+        {"--optimizer rotate --rotate-every 3 --rotate-source 1st -x 2 -y 2 --local-steps 4", "(1st, bi)"},
+        {"--optimizer rotate --rotate-source 1st --rotate-geometry uni --rotate-max-dim 24", "up to 24"},
+        {"--optimizer nesterov --beta1 0.95", "optimizer nesterov"},
+        {"--optimizer pipemare -y 2", "optimizer pipemare"},
+        {"--optimizer muon -y 2", "optimizer muon"},
+        {"--optimizer pipedream-lr -y 2", "optimizer pipedream-lr"}};
     static const char *const files[] = {"model.bin", "optimizer.bin"};
-    enum { CASES = sizeof cases / sizeof *cases };
     char command[1024], whole[64], parts[64], path[128];
     write_corpus();
     for (int i = 0; i < CASES; i++) {
