@@ -358,15 +358,4 @@ if [ $table = 0 ]; then
     walk
     lines=$(($(wc -l < "$study_csv") - lines))
 fi
-[ -s "$study_csv" ] || { echo "$study: no $study_csv yet" >&2; exit 1; }
-look
-table
-plot
-if [ $quick = 1 ]; then
-    for kind in csv md $(command -v gnuplot > /dev/null && echo png); do
-        [ -s "$study_folder.$kind" ] || { echo "$study: $study_folder.$kind is missing" >&2; exit 1; }
-    done
-fi
-cat "$study_folder.md"
-echo
-echo "$study: $lines runs now, $(wc -l < "$work/rows") in all, $missing missing; $study_folder.csv .md .png"
+finish $lines

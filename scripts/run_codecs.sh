@@ -38,7 +38,7 @@ else
     LAST='klt-80x klt+flat-40x klt+even-40x klt+bias-40x klt+often-40x klt+seldom-40x klt+unpredicted-20x klt+fixed-20x
         mask+bias-20x topk-10x topk-40x bottleneck-10x bottleneck-40x mask-10x mask-40x klt+filter-40x klt+filter-10x
         mask+filter-10x mask+filter-40x klt+flat-20x klt+even-20x'
-    SLOW=aqsgd # its checkpoint remembers every sample of WordNet: 23 GB to write, and no sample comes back in 150 steps
+    SLOW=aqsgd # its checkpoint remembers every sample of WordNet: 23 GB to write, and no sample comes back in 100 steps
 fi
 tune=$SPLITS/codecs-tune.jsonl report=$SPLITS/codecs-report.jsonl
 
@@ -292,15 +292,4 @@ if [ $table = 0 ]; then
     look
     walk
 fi
-[ -s "$study_csv" ] || { echo "codecs: no $study_csv yet" >&2; exit 1; }
-look
-table
-plot
-if [ $quick = 1 ]; then
-    for kind in csv md $(command -v gnuplot > /dev/null && echo png); do
-        [ -s "$study_folder.$kind" ] || { echo "codecs: $study_folder.$kind is missing" >&2; exit 1; }
-    done
-fi
-cat "$study_folder.md"
-echo
-echo "codecs: $started runs now, $(wc -l < "$work/rows") in all, $missing missing; $study_folder.csv .md .png"
+finish $started

@@ -55,7 +55,7 @@ study_table() {
 
 # The rest is for studies that search for learning rates and know a run by a hash of its options: a study sets `version`,
 # counted up by whoever changes what its options mean, `name` of the run at hand, `looking` (1: only see what is there),
-# `work` (a temporary folder) and `walk`, a function that goes through all its runs.
+# `work` (a temporary folder) and functions: `walk` goes through all its runs, `table` and `plot` tell of those in $work/rows.
 
 # One study of a name at a time. What a killed one has left running holds the lock too.
 lock() {
@@ -106,4 +106,19 @@ look() { # what of the study is there: $work/rows, and of how many runs
     sort -u "$work/plan" -o "$work/plan"
     sort -u "$work/rows" -o "$work/rows"
     missing=$(($(wc -l < "$work/plan") - $(wc -l < "$work/rows")))
+}
+
+finish() { # RUNS: how many were made now. The table and the plot of all that are there
+    [ -s "$study_csv" ] || { echo "$study: no $study_csv yet" >&2; exit 1; }
+    look
+    table
+    plot
+    if [ "$quick" = 1 ]; then
+        for kind in csv md $(command -v gnuplot > /dev/null && echo png); do
+            [ -s "$study_folder.$kind" ] || { echo "$study: $study_folder.$kind is missing" >&2; exit 1; }
+        done
+    fi
+    cat "$study_folder.md"
+    echo
+    echo "$study: $1 runs now, $(wc -l < "$work/rows") in all, $missing missing; $study_folder.csv .md .png"
 }
