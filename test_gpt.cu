@@ -4709,8 +4709,8 @@ static void test_klt_unbiased(void) {
         unsigned char *message = (unsigned char *)malloc((size_t)cap);
         if (fixed) // beyond the outermost levels nothing is unbiased
             for (int64_t i = 0; i < values; i++) x[i] *= 0.3f;
-        matmul_product(y, K, x, H, 0, f.table.basis, K, 0, n, K, H, 0, 0, stream);
-        matmul_product(kept, H, y, K, 0, f.table.basis, K, 1, n, H, K, 0, 0, stream);
+        matmul_product(y, K, x, H, 0, f.table.basis.full, K, 0, n, K, H, 0, 0, stream);
+        matmul_product(kept, H, y, K, 0, f.table.basis.full, K, 1, n, H, K, 0, 0, stream);
         for (int i = 0; i < draws; i++) {
             KltMessage which = {5, 1, 2, i, 0};
             f.end.control[0] = f.end.control[1] = 0.0;
@@ -4836,6 +4836,30 @@ static void test_klt_messages(void) {
     }
     free(c.mix);
     stream_destroy(stream);
+}
+
+// Kinds of tokens: of each row its own, all different, in the order of their first rows; also where all are one, and
+// where their slots collide. Must fail for: a slot taken for another token's, kinds counted from 1.
+static void test_klt_kinds(void) {
+    enum { N = 300 };
+    uint32_t tokens[N], distinct[N];
+    int32_t kinds[N], *seen = (int32_t *)malloc(sizeof *seen * klt_kinds_slots(N));
+    static const uint32_t ranges[][2] = {{1, 1}, {7, 1}, {100000, 1}, {50, 1u << 16}, {N, 0x9E3779B9u}};
+    check(klt_kinds_slots(N) >= 2 * N, "%zu slots", klt_kinds_slots(N));
+    for (int i = 0; i < 5; i++) {
+        int n = N - i * 31, first = 0, wrong = 0;
+        for (int t = 0; t < n; t++)
+            tokens[t] = rand_block(1, RAND_TEST, 560, (uint64_t)t).v[0] % ranges[i][0] * ranges[i][1];
+        int n_kinds = klt_kinds(distinct, kinds, tokens, n, seen);
+        for (int t = 0; t < n; t++) {
+            wrong += kinds[t] < 0 || kinds[t] > first || distinct[kinds[t]] != tokens[t];
+            first += kinds[t] == first;
+        }
+        for (int k = 0; k < n_kinds; k++)
+            for (int j = 0; j < k; j++) wrong += distinct[j] == distinct[k];
+        check(wrong == 0 && first == n_kinds, "range %d: %d wrong, %d kinds of %d", i, wrong, n_kinds, first);
+    }
+    free(seen);
 }
 
 // States that are a matrix times their token's embedding, and noise: the predictor finds the matrix, and what it leaves
@@ -6010,8 +6034,8 @@ static void promise_adjoint(Wired *w, const float *x, const float *y) {
 static float *promise_kept(const KltTable *table, const float *x, Stream *stream) {
     int K = table->head.K;
     float *y = guarded(PROMISE_N * K), *kept = (float *)malloc(sizeof(float) * PROMISE_VALUES);
-    matmul_product(y, K, x, PROMISE_H, 0, table->basis, K, 0, PROMISE_N, K, PROMISE_H, 0, 0, stream);
-    matmul_product(kept, PROMISE_H, y, K, 0, table->basis, K, 1, PROMISE_N, PROMISE_H, K, 0, 0, stream);
+    matmul_product(y, K, x, PROMISE_H, 0, table->basis.full, K, 0, PROMISE_N, K, PROMISE_H, 0, 0, stream);
+    matmul_product(kept, PROMISE_H, y, K, 0, table->basis.full, K, 1, PROMISE_N, PROMISE_H, K, 0, 0, stream);
     release(y, PROMISE_N * K, "y");
     return kept;
 }
@@ -7243,6 +7267,7 @@ static const struct {
     {"klt_bound", test_klt_bound},
     {"klt_unbiased", test_klt_unbiased},
     {"klt_messages", test_klt_messages},
+    {"klt_kinds", test_klt_kinds},
     {"klt_predictor", test_klt_predictor},
     {"klt_metric", test_klt_metric},
     {"klt_eigenvectors", test_klt_eigenvectors},

@@ -2462,7 +2462,7 @@ static void learner_begin(Learner *learner, Stream *stream) {
 // learner->e = the micro-batch's embeddings, whose moments are added. as_stored: (N, C) that may be overwritten.
 static int learner_embed(Learner *learner, const uint32_t *tokens, floatX *as_stored, int N, Stream *stream) {
     embedding_forward(as_stored, tokens, learner->embed, N, learner->C, stream);
-    klt_center(learner->e, as_stored, NULL, NULL, N, learner->C, stream);
+    klt_embed(learner->e, tokens, learner->embed, N, learner->C, stream);
     return klt_moments_add(&learner->embedding, as_stored, NULL, NULL, N, 1, 0, &learner->work, stream);
 }
 

@@ -1,11 +1,12 @@
 // Ops of the transform codec, CUDA: the names and results of klt.h. Projections are matrix products; the entropy coder
 // is integer arithmetic on the host in both builds (rans.h), over symbols of two bytes that the device has quantized.
-//   center     to = x - offset - predicted                                     overwritten
-//   place      x = from + offset + predicted                                   overwritten
+//   embed      to[n] = embed[tokens[n]], rounded as states are                 overwritten
+//   center     to[n] = x[n] - offset - predicted[kinds[n]]                     overwritten
+//   place      x[n] = from[n] + offset + predicted[kinds[n]]                   overwritten
 //   measure    out[n] = mean_k y[n,k]^2 weight[k]                              overwritten
 //   quantize   symbols[n,k] = klt_symbol(y[n,k])                               overwritten
 //   restore    y[n,k] = klt_value(symbols[n,k])                                overwritten
-// offset and predicted may be NULL: nothing is added. Any n >= 1, H, K >= 1.
+// offset and predicted, with kinds, may be NULL: nothing is added. Any n >= 1, H, K >= 1.
 #ifndef LLMC_KLT_CUH
 #define LLMC_KLT_CUH
 
@@ -14,7 +15,6 @@
 
 #include "device.cuh"      // floatX, Stream, LAUNCH
 #include "elements.cuh"    // value_put, to_float
-#include "embedding.cuh"   // embedding_forward
 #include "klt_quantizer.h" // klt_symbol, klt_value
 #include "linalg.cuh"      // eigh, linalg_columns
 #include "matmul.cuh"      // matmul_product
@@ -23,19 +23,33 @@
 
 #define KLT_BLOCK 256
 
-// One thread a value: 4 bytes out, floatX in, 4 more with a prediction; the offset stays in the cache.
+// One thread a value: 4 bytes in and out.
 __global__ static void __launch_bounds__(KLT_BLOCK)
-    klt_center_kernel(float *to, const floatX *x, const float *offset, const float *predicted, int64_t n, int H) {
+    klt_embed_kernel(float *to, const uint32_t *tokens, const float *embed, int64_t n, int H) {
     int64_t i = (int64_t)blockIdx.x * KLT_BLOCK + threadIdx.x;
     if (i >= n) return;
-    to[i] = to_float(x[i]) - (offset != NULL ? offset[i % H] : 0.0f) - (predicted != NULL ? predicted[i] : 0.0f);
+    floatX value;
+    value_put(&value, embed[(int64_t)tokens[i / H] * H + i % H]);
+    to[i] = to_float(value);
+}
+
+// One thread a value: 4 bytes out, floatX in; the offset stays in the cache, and most of the predictions do.
+__global__ static void __launch_bounds__(KLT_BLOCK)
+    klt_center_kernel(float *to, const floatX *x, const float *offset, const float *predicted, const int32_t *kinds,
+                      int64_t n, int H) {
+    int64_t i = (int64_t)blockIdx.x * KLT_BLOCK + threadIdx.x;
+    if (i >= n) return;
+    float known = predicted != NULL ? predicted[(int64_t)kinds[i / H] * H + i % H] : 0.0f;
+    to[i] = to_float(x[i]) - (offset != NULL ? offset[i % H] : 0.0f) - known;
 }
 
 __global__ static void __launch_bounds__(KLT_BLOCK)
-    klt_place_kernel(floatX *x, const float *from, const float *offset, const float *predicted, int64_t n, int H) {
+    klt_place_kernel(floatX *x, const float *from, const float *offset, const float *predicted, const int32_t *kinds,
+                     int64_t n, int H) {
     int64_t i = (int64_t)blockIdx.x * KLT_BLOCK + threadIdx.x;
     if (i >= n) return;
-    value_put(x + i, from[i] + (offset != NULL ? offset[i % H] : 0.0f) + (predicted != NULL ? predicted[i] : 0.0f));
+    float known = predicted != NULL ? predicted[(int64_t)kinds[i / H] * H + i % H] : 0.0f;
+    value_put(x + i, from[i] + (offset != NULL ? offset[i % H] : 0.0f) + known);
 }
 
 // grid ceil(n/4), block (32, 4): one warp a row. Moves 4*n*K bytes.
@@ -80,18 +94,24 @@ static inline unsigned int klt_blocks(int64_t threads) {
     return (unsigned int)((threads + KLT_BLOCK - 1) / KLT_BLOCK);
 }
 
-// to (n, H), x (n, H), offset (H), predicted (n, H)
-static inline void klt_center(float *to, const floatX *x, const float *offset, const float *predicted, int n, int H,
-                              Stream *stream) {
+// to (n, H), tokens (n), embed (V, H)
+static inline void klt_embed(float *to, const uint32_t *tokens, const float *embed, int n, int H, Stream *stream) {
     int64_t values = (int64_t)n * H;
-    LAUNCH(klt_center_kernel, klt_blocks(values), KLT_BLOCK, 0, stream, to, x, offset, predicted, values, H);
+    LAUNCH(klt_embed_kernel, klt_blocks(values), KLT_BLOCK, 0, stream, to, tokens, embed, values, H);
 }
 
-// x (n, H), from (n, H), offset (H), predicted (n, H)
-static inline void klt_place(floatX *x, const float *from, const float *offset, const float *predicted, int n, int H,
-                             Stream *stream) {
+// to (n, H), x (n, H), offset (H), predicted (u, H), kinds (n) < u
+static inline void klt_center(float *to, const floatX *x, const float *offset, const float *predicted,
+                              const int32_t *kinds, int n, int H, Stream *stream) {
     int64_t values = (int64_t)n * H;
-    LAUNCH(klt_place_kernel, klt_blocks(values), KLT_BLOCK, 0, stream, x, from, offset, predicted, values, H);
+    LAUNCH(klt_center_kernel, klt_blocks(values), KLT_BLOCK, 0, stream, to, x, offset, predicted, kinds, values, H);
+}
+
+// x (n, H), from (n, H), offset (H), predicted (u, H), kinds (n) < u
+static inline void klt_place(floatX *x, const float *from, const float *offset, const float *predicted,
+                             const int32_t *kinds, int n, int H, Stream *stream) {
+    int64_t values = (int64_t)n * H;
+    LAUNCH(klt_place_kernel, klt_blocks(values), KLT_BLOCK, 0, stream, x, from, offset, predicted, kinds, values, H);
 }
 
 // out (n), y (n, K), weight (K)

@@ -1,16 +1,19 @@
 // Ops of the transform codec, CPU. What they are for is in klt_codec.h (messages) and klt_learn.h (tables), which this
 // file brings along.
-//   center     to = x - offset - predicted                                     overwritten
-//   place      x = from + offset + predicted                                   overwritten
+//   embed      to[n] = embed[tokens[n]], rounded as states are                 overwritten
+//   center     to[n] = x[n] - offset - predicted[kinds[n]]                     overwritten
+//   place      x[n] = from[n] + offset + predicted[kinds[n]]                   overwritten
 //   measure    out[n] = mean_k y[n,k]^2 weight[k]                              overwritten
 //   quantize   symbols[n,k] = klt_symbol(y[n,k])                               overwritten
 //   restore    y[n,k] = klt_value(symbols[n,k])                                overwritten
-// offset and predicted may be NULL: nothing is added.
+// offset and predicted, with kinds, may be NULL: nothing is added.
 #ifndef LLMC_KLT_H
 #define LLMC_KLT_H
 
+#include <math.h>   // fabsf
 #include <stddef.h> // size_t
 #include <stdint.h> // fixed-width integers
+#include <string.h> // memcpy
 
 #include "device.h"        // floatX, Stream
 #include "embedding.h"     // embedding_forward
@@ -19,27 +22,32 @@
 #include "matmul.h"        // matmul_product
 #include "vector.h"        // vector_scale, vector_round_bf16, vector_dot
 
-// to (n, H), x (n, H), offset (H), predicted (n, H)
-static inline void klt_center(float *to, const floatX *x, const float *offset, const float *predicted, int n, int H,
-                              Stream *stream) {
+// to (n, H), tokens (n), embed (V, H)
+static inline void klt_embed(float *to, const uint32_t *tokens, const float *embed, int n, int H, Stream *stream) {
+    embedding_forward(to, tokens, embed, n, H, stream);
+}
+
+// to (n, H), x (n, H), offset (H), predicted (u, H), kinds (n) < u
+static inline void klt_center(float *to, const floatX *x, const float *offset, const float *predicted,
+                              const int32_t *kinds, int n, int H, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)
     for (int t = 0; t < n; t++) {
         size_t row = (size_t)t * (size_t)H;
+        const float *known = predicted != NULL ? predicted + (size_t)kinds[t] * (size_t)H : NULL;
         for (int h = 0; h < H; h++)
-            to[row + h] =
-                x[row + h] - (offset != NULL ? offset[h] : 0.0f) - (predicted != NULL ? predicted[row + h] : 0.0f);
+            to[row + h] = x[row + h] - (offset != NULL ? offset[h] : 0.0f) - (known != NULL ? known[h] : 0.0f);
     }
 }
 
-// x (n, H), from (n, H), offset (H), predicted (n, H)
-static inline void klt_place(floatX *x, const float *from, const float *offset, const float *predicted, int n, int H,
-                             Stream *stream) {
+// x (n, H), from (n, H), offset (H), predicted (u, H), kinds (n) < u
+static inline void klt_place(floatX *x, const float *from, const float *offset, const float *predicted,
+                             const int32_t *kinds, int n, int H, Stream *stream) {
 #pragma omp parallel for num_threads(stream->threads)
     for (int t = 0; t < n; t++) {
         size_t row = (size_t)t * (size_t)H;
+        const float *known = predicted != NULL ? predicted + (size_t)kinds[t] * (size_t)H : NULL;
         for (int h = 0; h < H; h++)
-            x[row + h] =
-                from[row + h] + (offset != NULL ? offset[h] : 0.0f) + (predicted != NULL ? predicted[row + h] : 0.0f);
+            x[row + h] = from[row + h] + (offset != NULL ? offset[h] : 0.0f) + (known != NULL ? known[h] : 0.0f);
     }
 }
 
@@ -55,12 +63,18 @@ static inline void klt_measure(float *out, const float *y, const float *weight, 
     }
 }
 
-// Floor of v as a symbol, which compilers vectorize; NaN gives 0.
+// Floor of v as a symbol; NaN gives 0. Comparisons are of the bits, which compilers vectorize.
 static inline int klt_floor(float v) {
     const float most = (float)RANS_MAX;
-    float kept = v == v ? v : 0.0f;
-    kept = kept > most ? most : kept;
-    kept = kept < -most ? -most : kept;
+    uint32_t bits, most_bits;
+    float kept;
+    memcpy(&bits, &v, sizeof bits);
+    memcpy(&most_bits, &most, sizeof most_bits);
+    uint32_t size = bits & 0x7FFFFFFFu;
+    size = size <= 0x7F800000u ? size : 0;
+    size = size < most_bits ? size : most_bits;
+    bits = (bits & 0x80000000u) | size;
+    memcpy(&kept, &bits, sizeof kept);
     int whole = (int)kept;
     return whole - ((float)whole > kept);
 }
@@ -78,8 +92,8 @@ static inline void klt_quantize_run(int16_t *symbols, const float *y, KltQuantiz
 #pragma omp simd
         for (int i = 0; i < count; i++) {
             float v = y[i] / step;
-            int size = klt_floor(theta + fabsf(v)), sign = v < 0.0f ? -1 : 1;
-            symbols[i] = (int16_t)(size * sign);
+            int size = klt_floor(theta + fabsf(v));
+            symbols[i] = (int16_t)(v < 0.0f ? -size : size);
         }
     }
 }
@@ -87,16 +101,24 @@ static inline void klt_quantize_run(int16_t *symbols, const float *y, KltQuantiz
 // y (count), symbols (count) of a token of this scale: as klt_value has it, of 16 values at once.
 static inline void klt_restore_run(float *y, const int16_t *symbols, int scale, KltQuantizer q, int first, int count,
                                    const uint32_t *draws) {
-    const float *classes = q.first_class + first;
+    const float *classes = q.first_class + first, *centroids = q.centroids;
     const float step = q.step, dithered = (float)(KLT_CLASS_DITHERED - scale);
-    if (q.half != NULL || !q.stochastic) {
+    if (q.half != NULL) {
         for (int i = 0; i < count; i++) y[i] = klt_value(&q, symbols[i], first + i, scale, draws[i]);
-        return;
-    }
+    } else if (q.stochastic) {
 #pragma omp simd
-    for (int i = 0; i < count; i++) {
-        float centered = 0.5f - klt_uniform(draws[i]);
-        y[i] = ((float)symbols[i] + (classes[i] >= dithered ? centered : 0.0f)) * step;
+        for (int i = 0; i < count; i++) {
+            float centered = 0.5f - klt_uniform(draws[i]);
+            y[i] = ((float)symbols[i] + (classes[i] >= dithered ? centered : 0.0f)) * step;
+        }
+    } else {
+#pragma omp simd
+        for (int i = 0; i < count; i++) {
+            int symbol = symbols[i], sign = symbol < 0 ? -1 : 1, size = symbol * sign;
+            int number = klt_class((int)classes[i], scale);
+            float centroid = centroids[2 * number + (size > 1)];
+            y[i] = (float)sign * ((float)size + (size > 0 ? centroid : 0.0f)) * step;
+        }
     }
 }
 

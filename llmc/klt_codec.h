@@ -62,28 +62,37 @@ static inline void klt_table_free(KltTable *table) {
     memset(table, 0, sizeof *table);
 }
 
-// Floats of a table's arrays, as klt_table_arrays lays them out.
-static inline size_t klt_table_floats(const KltHeader *head) {
+// Values of a table's matrices, and floats of its other arrays, as klt_table_arrays lays them out.
+static inline size_t klt_table_matrices(const KltHeader *head) {
     size_t H = (size_t)head->H, K = (size_t)head->K;
-    return H * K * (head->flags & KLT_DUAL ? 2 : 1) + H + (head->flags & KLT_PREDICTED ? H * H : 0) + 4 * K +
-           2 * KLT_CLASSES;
+    return H * K * (head->flags & KLT_DUAL ? 2 : 1) + (head->flags & KLT_PREDICTED ? H * H : 0);
+}
+static inline size_t klt_table_floats(const KltHeader *head) {
+    return klt_table_matrices(head) + (size_t)head->H + 4 * (size_t)head->K + 2 * KLT_CLASSES;
+}
+
+// Bytes of the backend's memory: the floats, and the matrices in bf16.
+static inline size_t klt_table_memory(const KltHeader *head) {
+    return sizeof(float) * klt_table_floats(head) + sizeof(uint16_t) * klt_table_matrices(head);
 }
 
 static inline void klt_table_arrays(KltTable *table) {
-    size_t H = (size_t)table->head.H, K = (size_t)table->head.K;
-    table->basis = table->memory, table->dual = table->basis + (table->head.flags & KLT_DUAL ? H * K : 0);
-    table->offset = table->dual + H * K;
-    table->weight = table->offset + H, table->grid = table->weight + K, table->half = table->grid + K;
-    table->first_class = table->half + K, table->centroids = table->first_class + K;
-    table->predictor = table->head.flags & KLT_PREDICTED ? table->centroids + 2 * KLT_CLASSES : NULL;
+    size_t H = (size_t)table->head.H, K = (size_t)table->head.K, matrices = klt_table_matrices(&table->head);
+    size_t dual = table->head.flags & KLT_DUAL ? H * K : 0, predictor = dual + H * K;
+    float *full = table->memory;
+    uint16_t *rounded = (uint16_t *)(void *)(full + klt_table_floats(&table->head));
+    table->basis.full = full, table->basis.rounded = rounded;
+    table->dual.full = full + dual, table->dual.rounded = rounded + dual;
+    table->predictor.full = full + predictor, table->predictor.rounded = rounded + predictor;
+    table->offset = full + matrices, table->weight = table->offset + H, table->grid = table->weight + K;
+    table->half = table->grid + K, table->first_class = table->half + K, table->centroids = table->first_class + K;
 }
 
-// to (n) = bf16 at `from`; returns where they end.
-static inline const unsigned char *klt_take_bf16(float *to, const unsigned char *from, size_t n) {
+// A matrix of n values from bf16 at `from`; returns where they end.
+static inline const unsigned char *klt_take_matrix(KltMatrix to, const unsigned char *from, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        uint16_t half;
-        memcpy(&half, from + 2 * i, 2);
-        to[i] = float_of_bf16(half);
+        memcpy(&to.rounded[i], from + 2 * i, 2);
+        to.full[i] = float_of_bf16(to.rounded[i]);
     }
     return from + 2 * n;
 }
@@ -92,13 +101,14 @@ static inline const unsigned char *klt_take_bf16(float *to, const unsigned char 
 static inline int klt_table_parse(KltTable *table, float *image) {
     const KltHeader *head = &table->head;
     size_t H = (size_t)head->H, K = (size_t)head->K;
-    const unsigned char *at = klt_take_bf16(image, table->blob + KLT_HEADER, H * K * (head->flags & KLT_DUAL ? 2 : 1));
     int n_tables = klt_scales(head->flags) + 1;
     KltTable shape = *table;
     shape.memory = image;
     klt_table_arrays(&shape);
+    const unsigned char *at = klt_take_matrix(shape.basis, table->blob + KLT_HEADER, H * K);
+    if (head->flags & KLT_DUAL) at = klt_take_matrix(shape.dual, at, H * K);
     if (head->flags & KLT_OFFSET) memcpy(shape.offset, at, 4 * H), at += 4 * H;
-    if (head->flags & KLT_PREDICTED) at = klt_take_bf16(shape.predictor, at, H * H);
+    if (head->flags & KLT_PREDICTED) at = klt_take_matrix(shape.predictor, at, H * H);
     table->bits = table->blob + (at - table->blob), at += K;
     table->token_bits = 0;
     for (size_t k = 0; k < K; k++) {
@@ -132,16 +142,16 @@ static inline int klt_table_parse(KltTable *table, float *image) {
 static inline int klt_table_load(KltTable *table, const void *blob, int64_t n_bytes, int H, Stream *stream) {
     memset(table, 0, sizeof *table);
     if (klt_table_head(&table->head, blob, n_bytes, H)) return -1;
-    size_t n_floats = klt_table_floats(&table->head);
-    float *image = (float *)calloc(n_floats, sizeof(float));
+    size_t n_memory = klt_table_memory(&table->head);
+    float *image = (float *)calloc(n_memory, 1);
     table->blob = (unsigned char *)malloc((size_t)n_bytes), table->n_bytes = n_bytes;
     table->coder = (RansTable *)calloc((size_t)klt_scales(table->head.flags) + 1, sizeof(RansTable));
-    table->memory = (float *)device_alloc(sizeof(float) * n_floats);
+    table->memory = (float *)device_alloc(n_memory);
     int result = 0;
     if (image == NULL || table->blob == NULL || table->coder == NULL || table->memory == NULL)
         result = error_set("out of memory for a table of the transform codec");
     if (result == 0) memcpy(table->blob, blob, (size_t)n_bytes), result = klt_table_parse(table, image);
-    if (result == 0) device_copy(table->memory, image, sizeof(float) * n_floats, stream);
+    if (result == 0) device_copy(table->memory, image, n_memory, stream);
     free(image);
     if (result == 0) {
         klt_table_arrays(table);
@@ -165,55 +175,86 @@ static inline KltQuantizer klt_quantizer(const KltTable *table, float step, uint
     return q;
 }
 
-// What a message's tensors need on the device, in one piece of scratch: the prediction (n, H), centered values (n, H),
-// projected ones (n, K), sizes (n), symbols (n, K), scales (n), tokens (n).
+// What a message's tensors need on the device, in one piece of scratch: values (n, H) on their way to and from a
+// product, predictions (u, H) for the u <= n tokens there are of their kinds, projected values (n, K), sizes (n),
+// symbols (n, K), scales (n), tokens (u) and which of them each row has (n).
 typedef struct {
     float *predicted, *centered, *projected, *sizes;
     int16_t *symbols, *scales;
     uint32_t *tokens;
+    int32_t *kinds;
 } KltBuffers;
 
 static inline int klt_buffers(KltBuffers *b, KltWork *work, int n, int H, int K) {
     size_t N = (size_t)n, wide = N * (size_t)H, narrow = (N * (size_t)K + 15) / 16 * 16, rows = (N + 15) / 16 * 16;
-    size_t bytes = 4 * (2 * wide + narrow + 2 * rows) + 2 * (narrow + rows);
+    size_t bytes = 4 * (2 * wide + narrow + 3 * rows) + 2 * (narrow + rows);
     float *at = (float *)scratch_get(&work->device, bytes);
     if (at == NULL) return -1;
     b->projected = at, b->sizes = at + narrow, b->tokens = (uint32_t *)(void *)(b->sizes + rows);
-    b->symbols = (int16_t *)(void *)(b->tokens + rows), b->scales = b->symbols + narrow;
+    b->kinds = (int32_t *)(void *)(b->tokens + rows);
+    b->symbols = (int16_t *)(void *)(b->kinds + rows), b->scales = b->symbols + narrow;
     b->predicted = (float *)(void *)(b->scales + rows), b->centered = b->predicted + wide;
     return 0;
 }
 
-// out (n, cols) = a (n, inner) times `matrix`, which is stored (inner, cols), or (cols, inner) if transposed. Its
-// values are bf16 already; where the model's products round what they read, a is rounded too.
-static inline void klt_product(float *out, const float *a, const float *matrix, int transposed, int n, int cols,
-                               int inner, Stream *stream) {
+// out (n, cols) = a (n, inner) times `matrix`, which is stored (inner, cols), or (cols, inner) if transposed. Where the
+// model's products round what they read, a is rounded too.
+static inline void klt_product(float *out, const float *a, KltMatrix matrix, int transposed, int n, int cols, int inner,
+                               Stream *stream) {
     int64_t ld = transposed ? inner : cols;
     if (!klt_rounds(n, stream)) {
-        matmul_product(out, cols, a, inner, 0, matrix, ld, transposed, n, cols, inner, 0, 0, stream);
+        matmul_product(out, cols, a, inner, 0, matrix.full, ld, transposed, n, cols, inner, 0, 0, stream);
         return;
     }
-    size_t left = (size_t)n * (size_t)inner, right = (size_t)inner * (size_t)cols;
-    uint16_t *halves = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_A], sizeof(uint16_t) * left);
-    uint16_t *other = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_B], sizeof(uint16_t) * right);
-    if (halves == NULL || other == NULL) {
+    uint16_t *halves = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_A], 2 * (size_t)n * (size_t)inner);
+    if (halves == NULL) {
         stream->failed = 1;
         return;
     }
     bf16_round(halves, a, n, inner, inner, stream);
-    bf16_round(other, matrix, transposed ? cols : inner, ld, ld, stream);
-    matmul_product(out, cols, halves, inner, 0, other, ld, transposed, n, cols, inner, 1, 0, stream);
+    matmul_product(out, cols, halves, inner, 0, matrix.rounded, ld, transposed, n, cols, inner, 1, 0, stream);
 }
 
-// b->predicted = W e(token), where the table has a predictor; returns it, or NULL.
+// The kinds of tokens in the order of their first rows, and which kind each of the n rows has; returns how many there
+// are. seen (klt_kinds_slots(n)): memory.
+static inline size_t klt_kinds_slots(int n) {
+    size_t slots = 64;
+    while (slots < 2 * (size_t)n) slots *= 2;
+    return slots;
+}
+static inline int klt_kinds(uint32_t *distinct, int32_t *kinds, const uint32_t *tokens, int n, int32_t *seen) {
+    size_t slots = klt_kinds_slots(n);
+    int n_kinds = 0;
+    for (size_t i = 0; i < slots; i++) seen[i] = -1;
+    for (int t = 0; t < n; t++) {
+        size_t at = tokens[t] * 2654435761u & (slots - 1);
+        while (seen[at] >= 0 && distinct[seen[at]] != tokens[t]) at = (at + 1) & (slots - 1);
+        if (seen[at] < 0) distinct[n_kinds] = tokens[t], seen[at] = n_kinds++;
+        kinds[t] = seen[at];
+    }
+    return n_kinds;
+}
+
+// Host memory of a message: sizes, symbols and scales, and room for pieces; before them klt_predict's kinds.
+static inline size_t klt_host_bytes(int n, int K, int64_t room) {
+    size_t kinds = 4 * (2 * (size_t)n + klt_kinds_slots(n));
+    size_t symbols = 4 * (size_t)n + 2 * (size_t)n * (size_t)(K + 1) + (size_t)room;
+    return kinds > symbols ? kinds : symbols;
+}
+
+// b->predicted = W e(token) of each kind of token, where the table has a predictor; returns it, or NULL. Text says the
+// same tokens again and again, and a prediction takes nothing else. host: 4 * (2 n + klt_kinds_slots(n)) bytes.
 static inline const float *klt_predict(const KltEnd *end, KltBuffers *b, const uint32_t *tokens, int n, int H,
-                                       Stream *stream) {
+                                       void *host, Stream *stream) {
     const KltTable *table = end->table;
     if (!(table->head.flags & KLT_PREDICTED) || tokens == NULL) return NULL;
-    device_copy(b->tokens, tokens, sizeof *tokens * (size_t)n, stream);
-    embedding_forward((floatX *)b->predicted, b->tokens, end->embed, n, H, stream);
-    klt_center(b->centered, (floatX *)b->predicted, NULL, NULL, n, H, stream);
-    klt_product(b->predicted, b->centered, table->predictor, 1, n, H, H, stream);
+    uint32_t *distinct = (uint32_t *)host;
+    int32_t *kinds = (int32_t *)(void *)(distinct + n);
+    int n_kinds = klt_kinds(distinct, kinds, tokens, n, kinds + n);
+    device_copy(b->tokens, distinct, sizeof *distinct * (size_t)n_kinds, stream);
+    device_copy(b->kinds, kinds, sizeof *kinds * (size_t)n, stream);
+    klt_embed(b->centered, b->tokens, end->embed, n_kinds, H, stream);
+    klt_product(b->predicted, b->centered, table->predictor, 1, n_kinds, H, H, stream);
     return b->predicted;
 }
 
@@ -241,11 +282,14 @@ static inline int klt_run(KltRun *run, const KltTable *table, uint64_t key, int 
     int count = table->head.K - first < KLT_RUN ? table->head.K - first : KLT_RUN;
     const unsigned char *bits = table->bits + first;
     uint32_t draws[KLT_RUN];
-    for (int i = 0; i < count; i++) run->coder[i] = klt_class(bits[i], scale);
-    for (int i = 0; i < count; i++) run->shift[i] = klt_shift(run->coder[i]), run->sign[i] = 1;
+#pragma omp simd
+    for (int i = 0; i < count; i++)
+        run->coder[i] = klt_class(bits[i], scale), run->shift[i] = klt_shift(run->coder[i]), run->sign[i] = 1;
     if (!(table->head.flags & KLT_STOCHASTIC)) return count;
     klt_draws_run(draws, key, token, first);
-    for (int i = 0; i < count; i++) run->coder[i] = run->coder[i] * KLT_CONTEXTS + klt_context(draws[i], &run->sign[i]);
+#pragma omp simd
+    for (int i = 0; i < count; i++)
+        run->coder[i] = run->coder[i] * KLT_CONTEXTS + klt_context(draws[i]), run->sign[i] = klt_sign(draws[i]);
     return count;
 }
 
@@ -264,20 +308,44 @@ static inline void klt_write_token(RansWriter *writer, const KltTable *table, ui
     *writer = w;
 }
 
-// Symbols (K) and scale of the next token.
-static inline void klt_read_token(RansReader *reader, const KltTable *table, uint64_t key, int token, int16_t *symbols,
-                                  int16_t *scale) {
+// The next token's scale; 0 and no symbols follow if it is silent.
+static inline int klt_read_scale(RansReader *r, const KltTable *table, int16_t *scale) {
+    *scale = (int16_t)rans_read_symbol(r, &table->coder[klt_scales(table->head.flags)], 0);
+    return *scale != KLT_SILENT;
+}
+
+static inline int16_t klt_read_one(RansReader *r, const KltTable *table, const KltRun *run, int i) {
+    return (int16_t)(run->sign[i] * rans_read_symbol(r, &table->coder[run->coder[i]], run->shift[i]));
+}
+
+// Symbols (K) of the next token, whose scale has been read.
+static inline void klt_read_token(RansReader *reader, const KltTable *table, uint64_t key, int token, int scale,
+                                  int16_t *symbols) {
     RansReader r = *reader; // in registers
-    int K = table->head.K, half_octaves = rans_read_symbol(&r, &table->coder[klt_scales(table->head.flags)], 0);
     KltRun run;
-    *scale = (int16_t)half_octaves;
-    for (int first = 0; first < K && half_octaves != KLT_SILENT; first += KLT_RUN) {
-        int count = klt_run(&run, table, key, token, half_octaves, first);
-        for (int i = 0; i < count; i++)
-            symbols[first + i] =
-                (int16_t)(run.sign[i] * rans_read_symbol(&r, &table->coder[run.coder[i]], run.shift[i]));
+    for (int first = 0; first < table->head.K; first += KLT_RUN) {
+        int count = klt_run(&run, table, key, token, scale, first);
+        for (int i = 0; i < count; i++) symbols[first + i] = klt_read_one(&r, table, &run, i);
     }
     *reader = r;
+}
+
+// The same of two streams at once: each waits for itself only, so that two take little longer than one.
+static inline void klt_read_tokens(RansReader readers[2], const KltTable *table, uint64_t key, const int tokens[2],
+                                   const int16_t *scales, int16_t *symbols) {
+    RansReader a = readers[0], b = readers[1];
+    size_t K = (size_t)table->head.K;
+    int16_t *to_a = symbols + (size_t)tokens[0] * K, *to_b = symbols + (size_t)tokens[1] * K;
+    KltRun run_a, run_b;
+    for (int first = 0; first < table->head.K; first += KLT_RUN) {
+        int count = klt_run(&run_a, table, key, tokens[0], scales[tokens[0]], first);
+        klt_run(&run_b, table, key, tokens[1], scales[tokens[1]], first);
+        for (int i = 0; i < count; i++) {
+            to_a[first + i] = klt_read_one(&a, table, &run_a, i);
+            to_b[first + i] = klt_read_one(&b, table, &run_b, i);
+        }
+    }
+    readers[0] = a, readers[1] = b;
 }
 
 // Symbols (n, K) and scales (n) as pieces; `room` is a buffer of room_bytes to write them in. Bytes of the message, or
@@ -387,7 +455,7 @@ static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const u
     const KltTable *table = end->table;
     int K = table->head.K, fixed = (table->head.flags & KLT_FIXED) != 0;
     int64_t most = fixed ? klt_fixed_bytes(table, n) : klt_most(end, n), n_bytes = -1;
-    size_t host_bytes = 4 * (size_t)n + 2 * (size_t)n * (size_t)(K + 1) + 4 * (size_t)klt_most(end, n);
+    size_t host_bytes = klt_host_bytes(n, K, 4 * klt_most(end, n));
     KltBuffers b;
     double mean = 0.0;
     if (most > cap)
@@ -395,8 +463,8 @@ static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const u
     if (klt_has_inputs(end, tokens)) return -1;
     float *sizes = (float *)klt_host((KltWork *)end->work, host_bytes);
     if (sizes == NULL || klt_buffers(&b, (KltWork *)end->work, n, H, K)) return -1;
-    const float *predicted = klt_predict(end, &b, tokens, n, H, stream);
-    klt_center(b.centered, x, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, n, H, stream);
+    const float *predicted = klt_predict(end, &b, tokens, n, H, sizes, stream);
+    klt_center(b.centered, x, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, b.kinds, n, H, stream);
     klt_product(b.projected, b.centered, table->basis, 0, n, K, H, stream);
     klt_measure(b.sizes, b.projected, table->weight, n, K, stream);
     device_copy(sizes, b.sizes, sizeof *sizes * (size_t)n, stream);
@@ -417,12 +485,45 @@ static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const u
     return n_bytes;
 }
 
+// Where piece p of a message lies; the sizes add up to the message's.
+static inline int klt_open_piece(RansReader *r, const unsigned char *in, int n_pieces, int p) {
+    int64_t from = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces;
+    uint32_t size = 0;
+    for (int i = 0; i <= p; i++) from += size, memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * i, 4);
+    return rans_read_begin(r, in + from, size);
+}
+
+// Pieces p and, if there is one, p + 1. 0, or -1.
+static inline int klt_read_two(const KltTable *table, uint64_t key, int16_t *symbols, int16_t *scales, int n,
+                               const unsigned char *in, int p) {
+    int n_pieces = klt_pieces(n), n_readers = p + 1 < n_pieces ? 2 : 1;
+    RansReader readers[2];
+    for (int i = 0; i < n_readers; i++)
+        if (klt_open_piece(&readers[i], in, n_pieces, p + i)) return -1;
+    for (int t = 0; t < KLT_PIECE; t++) {
+        int tokens[2] = {p * KLT_PIECE + t, (p + 1) * KLT_PIECE + t}, follow[2] = {0, 0};
+        for (int i = 0; i < n_readers; i++)
+            follow[i] = tokens[i] < n && klt_read_scale(&readers[i], table, &scales[tokens[i]]);
+        if (follow[0] && follow[1]) {
+            klt_read_tokens(readers, table, key, tokens, scales, symbols);
+            continue;
+        }
+        for (int i = 0; i < n_readers; i++)
+            if (follow[i])
+                klt_read_token(&readers[i], table, key, tokens[i], scales[tokens[i]],
+                               symbols + (size_t)tokens[i] * (size_t)table->head.K);
+    }
+    int failed = 0;
+    for (int i = 0; i < n_readers; i++) failed |= rans_read_end(&readers[i]);
+    return failed;
+}
+
 // Symbols (n, K) and scales (n) of a message's pieces. 0, or -1: they are not what a sender writes.
 static inline int klt_read_pieces(const KltTable *table, uint64_t key, int16_t *symbols, int16_t *scales, int n,
                                   const unsigned char *in, int64_t n_bytes, Stream *stream) {
     int n_pieces = klt_pieces(n), failed = 0;
-    int64_t at = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces, sum = at;
-    if (n_bytes < at) return -1;
+    int64_t sum = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces;
+    if (n_bytes < sum) return -1;
     for (int p = 0; p < n_pieces; p++) {
         uint32_t size;
         memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * p, 4);
@@ -430,17 +531,7 @@ static inline int klt_read_pieces(const KltTable *table, uint64_t key, int16_t *
     }
     if (sum != n_bytes) return -1;
 #pragma omp parallel for num_threads(stream->threads) reduction(| : failed)
-    for (int p = 0; p < n_pieces; p++) {
-        RansReader r;
-        int first = p * KLT_PIECE, last = first + KLT_PIECE < n ? first + KLT_PIECE : n;
-        int64_t from = at;
-        uint32_t size = 0;
-        for (int i = 0; i <= p; i++) from += size, memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * i, 4);
-        if (rans_read_begin(&r, in + from, size)) r.failed = 1;
-        for (int t = first; t < last && !r.failed; t++)
-            klt_read_token(&r, table, key, t, symbols + (size_t)t * (size_t)table->head.K, &scales[t]);
-        failed |= rans_read_end(&r) != 0;
-    }
+    for (int p = 0; p < n_pieces; p += 2) failed |= klt_read_two(table, key, symbols, scales, n, in, p);
     return failed ? -1 : 0;
 }
 
@@ -480,7 +571,7 @@ static inline int klt_decode(const KltEnd *end, const KltMessage *message, const
     uint64_t key = klt_message_key(message);
     KltBuffers b;
     if (klt_has_inputs(end, tokens)) return -1;
-    int16_t *symbols = (int16_t *)klt_host((KltWork *)end->work, sizeof *symbols * (n_symbols + (size_t)n));
+    int16_t *symbols = (int16_t *)klt_host((KltWork *)end->work, klt_host_bytes(n, K, 0));
     if (symbols == NULL || klt_buffers(&b, (KltWork *)end->work, n, H, K)) return -1;
     int16_t *scales = symbols + n_symbols;
     if (klt_read(table, key, symbols, scales, &step, n, (const unsigned char *)in, n_bytes, stream)) return -1;
@@ -490,8 +581,8 @@ static inline int klt_decode(const KltEnd *end, const KltMessage *message, const
     device_copy(b.symbols, symbols, sizeof *symbols * n_symbols, stream);
     device_copy(b.scales, scales, sizeof *scales * (size_t)n, stream);
     klt_restore(b.projected, b.symbols, b.scales, q, n, stream);
-    const float *predicted = klt_predict(end, &b, tokens, n, H, stream);
+    const float *predicted = klt_predict(end, &b, tokens, n, H, symbols, stream);
     klt_product(b.centered, b.projected, table->dual, 1, n, H, K, stream);
-    klt_place(x, b.centered, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, n, H, stream);
+    klt_place(x, b.centered, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, b.kinds, n, H, stream);
     return stream_check(stream);
 }

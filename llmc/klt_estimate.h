@@ -45,7 +45,7 @@ static inline KltHeader klt_estimate_head(const KltShape *shape, int backward, i
 
 // A table in use.
 static inline KltMemory klt_memory_table(const KltHeader *head) {
-    KltMemory bytes = {(int64_t)(sizeof(float) * klt_table_floats(head)),
+    KltMemory bytes = {(int64_t)klt_table_memory(head),
                        klt_table_bytes(head) + (klt_scales(head->flags) + 1) * (int64_t)sizeof(RansTable)};
     return bytes;
 }
@@ -56,8 +56,8 @@ static inline KltMemory klt_memory_work(const KltShape *shape, int forward, int 
     KltMemory most = {0, 0};
     for (int d = 0; d < 2; d++) {
         int64_t K = d == 0 ? forward : backward, narrow = (n * K + 15) / 16 * 16;
-        int64_t device = 4 * (2 * n * shape->H + narrow + 2 * rows) + 2 * (narrow + rows);
-        int64_t host = 4 * n + 2 * n * (K + 1) + 4 * klt_most_bytes(shape->budget[d], shape->rows);
+        int64_t device = 4 * (2 * n * shape->H + narrow + 3 * rows) + 2 * (narrow + rows);
+        int64_t host = (int64_t)klt_host_bytes(shape->rows, (int)K, 4 * klt_most_bytes(shape->budget[d], shape->rows));
         if (device > most.device) most.device = device;
         if (host > most.host) most.host = host;
     }

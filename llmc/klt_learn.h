@@ -107,7 +107,7 @@ static inline int klt_moments_add(KltMoments *m, const floatX *x, const float *e
     float *device_ones = values + wide;
     for (int t = 0; t < n; t++) ones[t] = 1.0f;
     device_copy(device_ones, ones, sizeof(float) * (size_t)n, stream);
-    klt_center(values, x, NULL, NULL, n, H, stream);
+    klt_center(values, x, NULL, NULL, NULL, n, H, stream);
     double size = sqrt(vector_dot(values, values, (int64_t)wide, stream) / (double)wide);
     if (stream_check(stream)) return -1;
     if (!isfinite(size) || (normalize && size == 0.0)) return 0;
@@ -186,7 +186,7 @@ static inline void klt_tally(KltTally *tally, const float *y, const double *size
     memset(tally, 0, sizeof *tally);
     for (int t = 0; t < S; t++) {
         const float *row = y + (size_t)t * (size_t)H;
-        int silent = 1, scale = klt_scale(sizes[t], rms), sign = 1;
+        int silent = 1, scale = klt_scale(sizes[t], rms);
         for (int k = 0; k < head->K; k++) {
             if (settings->stochastic && k % 4 == 0) {
                 Philox four = klt_draws(q.key, t, k / 4);
@@ -197,9 +197,10 @@ static inline void klt_tally(KltTally *tally, const float *y, const double *size
         }
         tally->counts[klt_scales(head->flags)][(silent ? KLT_SILENT : scale) + RANS_RANGE] += 1.0;
         for (int k = 0; k < head->K && !silent; k++) {
-            int number = klt_class(classes[k], scale);
-            int i = contexts == 1 ? number : number * contexts + klt_context(draws[k], &sign);
-            klt_tally_symbol(tally, i, number, sign * symbols[k], (double)row[k] / (double)head->step);
+            int number = klt_class(classes[k], scale), drawn = contexts > 1;
+            int i = drawn ? number * contexts + klt_context(draws[k]) : number;
+            klt_tally_symbol(tally, i, number, (drawn ? klt_sign(draws[k]) : 1) * symbols[k],
+                             (double)row[k] / (double)head->step);
         }
     }
 }
@@ -490,8 +491,7 @@ static inline int klt_project_sample(float *y, const KltFit *fit, const KltMomen
     device_copy(values, m->sample, sizeof(float) * wide, stream);
     if (embedding != NULL) {
         device_copy(tokens, m->tokens, sizeof *tokens * (size_t)S, stream);
-        embedding_forward((floatX *)values, tokens, embed, S, H, stream);
-        klt_center(other, (floatX *)values, NULL, NULL, S, H, stream);
+        klt_embed(other, tokens, embed, S, H, stream);
         matmul_product(values, H, other, H, 0, fit->w, H, 1, S, H, H, 0, 0, stream);
         device_copy(other, m->sample, sizeof(float) * wide, stream);
         vector_subtract(other, values, (int64_t)wide, stream);
@@ -553,7 +553,7 @@ static inline int klt_report(KltReport *report, const KltPlan *plan, const unsig
     memset(&table, 0, sizeof table);
     table.head = plan->head, table.blob = (unsigned char *)blob;
     table.coder = (RansTable *)calloc((size_t)klt_scales(table.head.flags) + 1, sizeof(RansTable));
-    table.memory = (float *)calloc(klt_table_floats(&table.head), sizeof(float)); // on the host
+    table.memory = (float *)calloc(klt_table_memory(&table.head), 1); // on the host
     if (table.coder == NULL || table.memory == NULL)
         error_set("out of memory for a table of the transform codec");
     else

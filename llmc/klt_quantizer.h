@@ -63,30 +63,30 @@ enum { KLT_RUN = 64 };
 
 // The draws of components first .. first+63 of a token; first is a multiple of 4.
 static inline void klt_draws_run(uint32_t draws[KLT_RUN], uint64_t key, int token, int first) {
-    enum { LANES = KLT_RUN / 4 };
-    uint32_t a[LANES], b[LANES], c[LANES], d[LANES], key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
-    for (int i = 0; i < LANES; i++)
-        a[i] = (uint32_t)(first / 4 + i), b[i] = (uint32_t)token, c[i] = 0, d[i] = (uint32_t)RAND_KLT;
-    for (int round = 0; round < PHILOX_ROUNDS; round++, key0 += PHILOX_KEY0, key1 += PHILOX_KEY1) {
-        for (int i = 0; i < LANES; i++) {
-            uint64_t left = (uint64_t)PHILOX_A * a[i], right = (uint64_t)PHILOX_B * c[i];
-            a[i] = (uint32_t)(right >> 32) ^ b[i] ^ key0, b[i] = (uint32_t)right;
-            c[i] = (uint32_t)(left >> 32) ^ d[i] ^ key1, d[i] = (uint32_t)left;
+#pragma omp simd
+    for (int i = 0; i < KLT_RUN / 4; i++) {
+        uint32_t a = (uint32_t)(first / 4 + i), b = (uint32_t)token, c = 0, d = (uint32_t)RAND_KLT;
+        uint32_t key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
+        for (int round = 0; round < PHILOX_ROUNDS; round++, key0 += PHILOX_KEY0, key1 += PHILOX_KEY1) {
+            uint64_t left = (uint64_t)PHILOX_A * a, right = (uint64_t)PHILOX_B * c;
+            a = (uint32_t)(right >> 32) ^ b ^ key0, b = (uint32_t)right;
+            c = (uint32_t)(left >> 32) ^ d ^ key1, d = (uint32_t)left;
         }
+        draws[4 * i] = a, draws[4 * i + 1] = b, draws[4 * i + 2] = c, draws[4 * i + 3] = d;
     }
-    for (int i = 0; i < LANES; i++)
-        draws[4 * i] = a[i], draws[4 * i + 1] = b[i], draws[4 * i + 2] = c[i], draws[4 * i + 3] = d[i];
 }
 
 static inline HOST_DEVICE float klt_uniform(uint32_t draw) {
     return (float)(draw >> 8) * 0x1p-24f;
 }
 
-// The context of a draw, and the sign its symbol takes in it.
-static inline int klt_context(uint32_t draw, int *sign) {
-    uint32_t folded = draw >> 31 ? ~draw : draw;
-    *sign = draw >> 31 ? -1 : 1;
-    return folded < 0x0A000000u ? 0 : folded < 0x1E000000u ? 1 : folded < 0x44000000u ? 2 : 3; // .04, .12, .27
+// The sign that a symbol takes in its draw's context, and the context: below .04, .12, .27 or beyond.
+static inline int klt_sign(uint32_t draw) {
+    return 1 - 2 * (int)(draw >> 31);
+}
+static inline int klt_context(uint32_t draw) {
+    uint32_t folded = draw ^ (0u - (draw >> 31));
+    return (folded >= 0x0A000000u) + (folded >= 0x1E000000u) + (folded >= 0x44000000u);
 }
 
 // The symbol of y, component k. NaN gives 0.

@@ -48,7 +48,13 @@ typedef struct {
     float step, rms, theta;
 } KltHeader;
 
-// A table in use. In the backend's memory: basis, offset, predictor, weight, grid, half, classes, centroids.
+// A matrix of a table as products read it: fp32, or its bf16, which are the same values.
+typedef struct {
+    float *full;
+    uint16_t *rounded;
+} KltMatrix;
+
+// A table in use. In the backend's memory: matrices, offset, weight, grid, half, classes, centroids.
 typedef struct {
     KltHeader head;
     unsigned char *blob; // as shipped; NULL: no table
@@ -57,9 +63,10 @@ typedef struct {
     unsigned char *bits; // (K) class or bits of a component, in the blob
     RansTable *coder;    // (49)
     float *memory;       // of the arrays below
-    float *basis, *dual; // (H, K) what values are projected on, and what they are made of again
+    KltMatrix basis;     // (H, K) what values are projected on
+    KltMatrix dual;      // (H, K) what they are made of again; the basis itself without flag 16
+    KltMatrix predictor; // (H, H), of embeddings
     float *offset;       // (H)
-    float *predictor;    // (H, H), of embeddings
     float *weight;       // (K) 1 / sigma^2
     float *grid, *half;  // (K) of fixed bits: step of a component, (levels - 1) / 2
     float *centroids;    // (48, 2)
@@ -89,7 +96,8 @@ static inline int64_t klt_most_bytes(double budget, int n) {
 
 static inline int klt_shift(int class_number) {
     int shift = (class_number - KLT_CLASS_WIDE + 1) / 2;
-    return class_number <= KLT_CLASS_WIDE ? 0 : shift < RANS_MAX_SHIFT ? shift : RANS_MAX_SHIFT;
+    shift = shift > 0 ? shift : 0;
+    return shift < RANS_MAX_SHIFT ? shift : RANS_MAX_SHIFT;
 }
 
 static inline HOST_DEVICE int klt_class(int first, int scale) {

@@ -32,10 +32,14 @@
 #define RANS_MAX_SHIFT 12
 #define RANS_MAX       32767 // largest size of a value
 
+// A symbol's share of the 4096; x / freq = x * inverse >> (31 + inverse_bits) for x < 2^31.
 typedef struct {
-    uint16_t freq[RANS_SYMBOLS], start[RANS_SYMBOLS];
-    uint32_t inverse[RANS_SYMBOLS]; // x / freq = x * inverse >> (31 + inverse_bits) for x < 2^31
-    uint8_t inverse_bits[RANS_SYMBOLS];
+    uint32_t inverse;
+    uint16_t freq, start, inverse_bits;
+} RansShare;
+
+typedef struct {
+    RansShare share[RANS_SYMBOLS];
     uint8_t slot[RANS_TOTAL]; // the symbol a remainder belongs to
 } RansTable;
 
@@ -69,11 +73,11 @@ static inline void rans_frequencies(uint16_t freq[RANS_SYMBOLS], const double we
 
 // 2^(31+b) / f rounded up, b with 2^b >= f: off by less than f / 2^(31+b) <= 2^-31 relative to 1/f, so that the floor
 // of x < 2^31 times it is exact (Granlund and Montgomery 1994).
-static inline void rans_inverse(RansTable *table, int symbol) {
-    uint64_t f = table->freq[symbol];
+static inline void rans_inverse(RansShare *share) {
+    uint64_t f = share->freq;
     int bits = f > 1 ? 64 - __builtin_clzll(f - 1) : 0;
-    table->inverse_bits[symbol] = (uint8_t)bits;
-    table->inverse[symbol] = f > 0 ? (uint32_t)((((uint64_t)1 << (31 + bits)) + f - 1) / f) : 0;
+    share->inverse_bits = (uint16_t)bits;
+    share->inverse = f > 0 ? (uint32_t)((((uint64_t)1 << (31 + bits)) + f - 1) / f) : 0;
 }
 
 // 0, or -1: frequencies that do not add up to 4096, or none for the escape.
@@ -81,9 +85,9 @@ static inline int rans_table(RansTable *table, const uint16_t freq[RANS_SYMBOLS]
     int start = 0;
     for (int i = 0; i < RANS_SYMBOLS; i++) {
         if (freq[i] > RANS_TOTAL - start) return -1;
-        table->freq[i] = freq[i], table->start[i] = (uint16_t)start;
+        table->share[i].freq = freq[i], table->share[i].start = (uint16_t)start;
         memset(table->slot + start, i, freq[i]);
-        rans_inverse(table, i);
+        rans_inverse(&table->share[i]);
         start += freq[i];
     }
     return start == RANS_TOTAL && freq[RANS_ESCAPE] > 0 ? 0 : -1;
@@ -98,9 +102,9 @@ static inline int rans_length(uint32_t z) {
     return z == 0 ? 0 : 32 - __builtin_clz(z);
 }
 
-static inline int rans_symbol(const uint16_t freq[RANS_SYMBOLS], int value) {
+static inline int rans_symbol(const RansTable *table, int value) {
     int symbol = value + RANS_RANGE;
-    return symbol < 0 || symbol >= RANS_ESCAPE || freq[symbol] == 0 ? RANS_ESCAPE : symbol;
+    return symbol < 0 || symbol >= RANS_ESCAPE || table->share[symbol].freq == 0 ? RANS_ESCAPE : symbol;
 }
 
 // Bits a value costs beyond its symbol's.
@@ -135,16 +139,16 @@ static inline void rans_put_bits(RansWriter *w, uint32_t value, int bits) {
 }
 
 static inline void rans_put_symbol(RansWriter *w, const RansTable *table, int symbol) {
-    uint32_t freq = table->freq[symbol];
-    rans_flush(w, ((RANS_LOW >> RANS_BITS) << 8) * freq);
-    uint32_t x = w->state, q = (uint32_t)((uint64_t)x * table->inverse[symbol] >> (31 + table->inverse_bits[symbol]));
-    w->state = (q << RANS_BITS) + x - q * freq + table->start[symbol];
+    RansShare share = table->share[symbol];
+    rans_flush(w, ((RANS_LOW >> RANS_BITS) << 8) * share.freq);
+    uint32_t x = w->state, q = (uint32_t)((uint64_t)x * share.inverse >> (31 + share.inverse_bits));
+    w->state = (q << RANS_BITS) + x - q * share.freq + share.start;
 }
 
 // Takes a value in [-32767, 32767] that is to be read before all those written so far.
 static inline void rans_write_symbol(RansWriter *w, const RansTable *table, int shift, int value) {
     // cppcheck-suppress shiftNegativeLHS ; arithmetic with every compiler that builds this
-    int high = value >> shift, symbol = rans_symbol(table->freq, high);
+    int high = value >> shift, symbol = rans_symbol(table, high);
     rans_put_bits(w, (uint32_t)value & ((1u << shift) - 1u), shift);
     if (symbol == RANS_ESCAPE) {
         uint32_t z = rans_zigzag(high);
@@ -211,8 +215,9 @@ static inline int rans_read_escape(RansReader *r) {
 static inline int rans_read_symbol(RansReader *r, const RansTable *table, int shift) {
     uint32_t rest = r->state & (RANS_TOTAL - 1);
     int symbol = table->slot[rest];
+    RansShare share = table->share[symbol];
     if (r->failed) return 0;
-    r->state = table->freq[symbol] * (r->state >> RANS_BITS) + rest - table->start[symbol];
+    r->state = share.freq * (r->state >> RANS_BITS) + rest - share.start;
     rans_refill(r);
     int high = symbol == RANS_ESCAPE ? rans_read_escape(r) : symbol - RANS_RANGE;
     int value = (int)((uint32_t)high << shift | rans_get_bits(r, shift));

@@ -15,17 +15,27 @@ static void klt_ops_case(int n, int H, int given) {
     int64_t values = (int64_t)n * H;
     float *x = host_random_x(values, 600, 1.0f), *offset = host_random(H, 601, 1.0f);
     float *predicted = host_random(values, 602, 1.0f), *expected = host_nan(values), *sizes = host_nan(n);
-    float *weight = host_random(H, 603, 1.0f), *back = host_nan(values);
+    float *weight = host_random(H, 603, 1.0f), *back = host_nan(values), *embedded = host_nan(values);
+    int32_t *kinds = (int32_t *)malloc(sizeof *kinds * (size_t)n);
+    uint32_t *tokens = (uint32_t *)malloc(sizeof *tokens * (size_t)n);
+    for (int t = 0; t < n; t++) kinds[t] = (5 * t + 3) % n, tokens[t] = (uint32_t)((3 * t + 1) % n);
     floatX *device_x = device_of_host_x(x, values), *device_back = device_nan<floatX>(values);
     float *device_offset = device_of_host(offset, H), *device_predicted = device_of_host(predicted, values);
     float *device_weight = device_of_host(weight, H), *centered = device_nan<float>(values);
-    float *measured = device_nan<float>(n);
-    cpu::klt_center(expected, x, given ? offset : NULL, given ? predicted : NULL, n, H, test_cpu_stream);
+    float *measured = device_nan<float>(n), *device_embedded = device_nan<float>(values);
+    int32_t *device_kinds = device_of_host(kinds, n);
+    uint32_t *device_tokens = device_of_host(tokens, n);
+    cpu::klt_embed(embedded, tokens, predicted, n, H, test_cpu_stream);
+    klt_embed(device_embedded, device_tokens, device_predicted, n, H, test_stream);
+    check_device(device_embedded, embedded, values, FLOATX_TOL, "embed");
+    cpu::klt_center(expected, x, given ? offset : NULL, given ? predicted : NULL, kinds, n, H, test_cpu_stream);
     cpu::klt_measure(sizes, expected, weight, n, H, test_cpu_stream);
-    cpu::klt_place(back, expected, given ? offset : NULL, given ? predicted : NULL, n, H, test_cpu_stream);
-    klt_center(centered, device_x, given ? device_offset : NULL, given ? device_predicted : NULL, n, H, test_stream);
+    cpu::klt_place(back, expected, given ? offset : NULL, given ? predicted : NULL, kinds, n, H, test_cpu_stream);
+    klt_center(centered, device_x, given ? device_offset : NULL, given ? device_predicted : NULL, device_kinds, n, H,
+               test_stream);
     klt_measure(measured, centered, device_weight, n, H, test_stream);
-    klt_place(device_back, centered, given ? device_offset : NULL, given ? device_predicted : NULL, n, H, test_stream);
+    klt_place(device_back, centered, given ? device_offset : NULL, given ? device_predicted : NULL, device_kinds, n, H,
+              test_stream);
     check_device(measured, sizes, n, 1e-5, "measure");
     check_device(device_back, back, values, FLOATX_TOL, "place");
     check_device(centered, expected, values, 1e-6, "center");
@@ -33,6 +43,10 @@ static void klt_ops_case(int n, int H, int given) {
     device_release(device_offset, H, "offset");
     device_release(device_predicted, values, "predicted");
     device_release(device_weight, H, "weight");
+    device_release(device_kinds, n, "kinds");
+    device_release(device_tokens, n, "tokens");
+    free(kinds);
+    free(tokens);
     free(x);
     free(offset);
     free(predicted);
@@ -95,7 +109,7 @@ static void klt_message_case(int stochastic, int fixed, int predicted) {
     floatX *device_x = device_of_host_x(x, n * H), *device_e = device_of_host_x(e, n * H);
     floatX *device_out = device_nan<floatX>(n * H);
     float *device_embed = device_of_host(embed, V * H), *plain_e = device_nan<float>(n * H);
-    klt_center(plain_e, device_e, NULL, NULL, n, H, test_stream);
+    klt_center(plain_e, device_e, NULL, NULL, NULL, n, H, test_stream);
     KltMoments moments, embedding;
     KltWork work = {{NULL, 0}, NULL, 0};
     cpu::KltWork cpu_work = {{NULL, 0}, NULL, 0};
