@@ -4880,7 +4880,7 @@ static void test_klt_predictor(void) {
     for (int predicted = 0; predicted < 2; predicted++) {
         KltSettings settings = klt_test_settings(H, 0.1, 0, 0);
         KltMoments moments, embedding;
-        KltWork work = {{NULL, 0}, NULL, 0};
+        KltWork work = {{NULL, 0}, {NULL, 0}, NULL, 0};
         KltTable table;
         int64_t n_bytes;
         check(klt_moments_alloc(&moments, H, predicted, 512) == 0, "%s", error_message);
@@ -4938,7 +4938,7 @@ static void test_klt_metric(void) {
     for (int weighed = 0; weighed < 2; weighed++) {
         KltSettings settings = klt_test_settings(H, 0.05, 0, 0);
         KltMoments moments[2];
-        KltWork work = {{NULL, 0}, NULL, 0};
+        KltWork work = {{NULL, 0}, {NULL, 0}, NULL, 0};
         KltTable table;
         KltReport report;
         int64_t n_bytes;
@@ -6436,6 +6436,65 @@ static void test_klt_mesh(void) {
     check_run(1, NULL, DEEP "-n 2 --codec klt -p 0.9 -x 2 -y 2 --anchor 0 -o @/refused", "give -x 2");
 }
 
+// The entropy coder on a thread of its own: same bits and same simulated time as between passes, resumed in the middle
+// too. Must fail for: a message sent before the one that came first, the controller moved late, the clock of the flush.
+static void test_coder_runs(void) {
+    static const char *const variants[] = {
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3 --link-mbps 1",
+        "--codec klt -p 0.9 -x 3 -y 2 --anchor-delay 4 --local-steps 4 --link-mbps 1",
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3 --codec-coding fixed --probe 4",
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3 --schedule async -b 2 --dp none --link-mbps 1"};
+    static const char *const files[] = {"model.bin", "optimizer.bin", "anchor.bin"};
+    char command[1024], whole[64], parts[64];
+    write_corpus();
+    for (int i = 0; i < 4; i++) {
+        snprintf(whole, sizeof whole, "coder%d", i);
+        snprintf(parts, sizeof parts, "coding%d", i);
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --coder inline -o @/%s", variants[i],
+                 whole);
+        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(command, sizeof command, DEEP "-n 11 %s --device-tflops 1e-5 --coder thread -o @/%s --stop-after 5",
+                 variants[i], parts);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "-o @/%s --resume", parts);
+        check_run(0, NULL, command, "done: 11 steps");
+        check_same_history(whole, parts, variants[i]);
+        check_same_latest(whole, parts, files, 3, variants[i]);
+    }
+}
+
+// Jobs are done in the order they come, with a thread and without.
+typedef struct {
+    int number, *next, seen;
+} CountedJob;
+
+static void count_job(void *context) {
+    CountedJob *job = (CountedJob *)context;
+    job->seen = (*job->next)++;
+}
+
+static void test_coder(void) {
+    for (int threaded = 0; threaded < 2; threaded++) {
+        Coder coder;
+        CoderJob jobs[20];
+        CountedJob counted[20];
+        int next = 0, in_order = 1;
+        memset(&coder, 0, sizeof coder);
+        if (threaded) check(coder_start(&coder) == 0, "%s", error_message);
+        for (int i = 0; i < 20; i++) {
+            CountedJob count = {i, &next, -1};
+            CoderJob job = {count_job, &counted[i], 0, NULL};
+            counted[i] = count, jobs[i] = job;
+            coder_submit(&coder, &jobs[i]);
+            if (i % 7 == 3) coder_wait(&coder, &jobs[i - 2]);
+        }
+        coder_wait(&coder, &jobs[19]);
+        for (int i = 0; i < 20; i++) in_order = in_order && counted[i].seen == i && coder_is_done(&coder, &jobs[i]);
+        check(in_order, "jobs out of order, %s", threaded ? "on a thread" : "at once");
+        coder_stop(&coder);
+    }
+}
+
 // How often each stage of four refreshes in 600 steps.
 static void count_refreshes(int *counts, Refresh refresh, int every, int phase) {
     Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, refresh, every, 4096};
@@ -6804,8 +6863,8 @@ static void klt_plan_against_run(const char *words) {
     }
     KltMemory work = klt_memory_work(&shape, K[0], K[1]),
               cells = klt_memory_cells(&shape, shape.H, learner->n_boundaries);
-    check_bytes(work.device, (int64_t)place->work.device.n_bytes, "scratch of messages");
-    check_bytes(work.host, (int64_t)place->work.host_bytes, "the host's part of messages");
+    check_bytes(work.device, (int64_t)(place->work.wide.n_bytes + place->work.device.n_bytes), "scratch of messages");
+    if (place->own == NULL) check_bytes(work.host, (int64_t)place->work.host_bytes, "the host's part of messages");
     check_bytes(planned_moments, moments, "moments");
     check_bytes(4 * (int64_t)shape.V * shape.H, allocated(place->embed), "the frozen embedding");
     check_bytes(cells.device,
@@ -6823,6 +6882,21 @@ static void klt_plan_against_run(const char *words) {
                  (double)(anchor + tables + allocated(place->embed) + (int64_t)place->work.device.n_bytes), 0.05,
                  words);
     check(all.host > trainer->mesh.message_bytes + work.host + blobs, "the host's part: %lld", (long long)all.host);
+    if (place->own != NULL) {
+        int n_cells = trainer->mesh.n_replicas * trainer->mesh.n_stages;
+        KltMemory overlap = klt_memory_overlap(&shape, n_cells, trainer->mesh.message_bytes);
+        int64_t device = 0, host = 3 * n_cells * trainer->mesh.message_bytes;
+        for (int i = 0; i < n_cells; i++) {
+            const Cell *cell = &trainer->mesh.cells[i];
+            device += (int64_t)place->own[i].device.n_bytes, host += (int64_t)place->own[i].host_bytes;
+            for (int d = 0; d < 2; d++) host += (int64_t)cell->incoming[d].work.host_bytes;
+        }
+        check(device > 0 && device <= overlap.device, "messages that are coded: %lld bytes of %lld planned",
+              (long long)device, (long long)overlap.device);
+        check(host > overlap.host / 3 && host <= overlap.host, "the host's part of them: %lld bytes of %lld planned",
+              (long long)host, (long long)overlap.host);
+        all.codec -= overlap.device;
+    }
     mesh_run_close(run);
 }
 
@@ -6831,6 +6905,7 @@ static void test_codec_memory(void) {
     write_corpus();
     klt_plan_against_run(DEEP "-n 100 --codec klt -p 0.8 -x 2 -y 3 -b 70 --micro-batch 2");
     klt_plan_against_run(DEEP "-n 100 --codec klt -p 0.8 -x 2 -y 2 -b 70 --klt-predict 0 --codec-coding fixed");
+    klt_plan_against_run(DEEP "-n 100 --codec klt -p 0.8 -x 2 -y 3 -b 70 --micro-batch 2 --coder thread");
     MeshRun *run = mesh_run_open(DEEP "-n 100 --codec aqsgd -x 1 -y 3");
     Trainer *trainer = &run->trainer;
     MeshBytes bytes = mesh_bytes(trainer);
@@ -7318,6 +7393,8 @@ static const struct {
     {"anchor_auto", test_anchor_auto},
     {"mesh_resume", test_mesh_resume},
     {"klt_mesh", test_klt_mesh},
+    {"coder", test_coder},
+    {"coder_runs", test_coder_runs},
     {"optimizer_rules", test_optimizer_rules},
     {"optimizer_runs", test_optimizer_runs},
     {"alignment_estimate", test_alignment_estimate},

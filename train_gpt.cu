@@ -34,6 +34,7 @@
 #include "llmc/cli.h"
 #include "llmc/clock.h"
 #include "llmc/codec_table.h"
+#include "llmc/coder.h"
 #include "llmc/config.h"
 #include "llmc/dataset.h"
 #include "llmc/error.h"
@@ -114,7 +115,7 @@ typedef struct {
     int replicas, stages, eval, dry_run, resume, check_weights, val_every, sample_every, save_every, help;
     int wire, mask_scale, eval_masked, anchor, anchor_batch, anchor_rank, anchor_debias, anchor_threads, tau_relative;
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
-    int codec_coding, klt_predict, anchor_use, schedule, no_stash;
+    int codec_coding, coder, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
@@ -172,6 +173,7 @@ static const Option option_table[] = {
 { "-p", "mask-rate",     OPTION_FLOAT,  FIELD(mask_rate),    "0",    0,     0.999,  NULL, "share of a boundary's bytes that is not sent" },
 { "",   "codec",         OPTION_CHOICE, FIELD(codec),        "mask", 0,     0,      codec_names, "how boundary tensors travel" },
 { "",   "codec-coding",  OPTION_CHOICE, FIELD(codec_coding), "entropy", 0,  0,      "entropy|fixed", "klt: symbols of any length, or a fixed number of bits a component" },
+{ "",   "coder",         OPTION_CHOICE, FIELD(coder),        "auto", 0,     0,      "auto|thread|inline", "klt's entropy coder: on a thread of its own, or between passes; auto: a thread on GPUs or beside fewer --threads than cores" },
 { "",   "klt-predict",   OPTION_INT,    FIELD(klt_predict),  "1",    0,     1,      NULL, "klt: 1 = states are predicted from their tokens' first embeddings" },
 { "",   "klt-forward",   OPTION_FLOAT,  FIELD(klt_forward),  "0.7", 0.05,  0.95,   NULL, "klt: share of the bytes that states get; gradients get the rest" },
 { "",   "klt-metric",    OPTION_FLOAT,  FIELD(klt_metric),   "1",    0,     1,      NULL, "klt: states are coded by what the loss feels: power of their gradients' covariance; 0 = all errors count alike" },
@@ -1398,6 +1400,29 @@ typedef struct {
     int64_t bytes[TRAFFIC_KINDS];
 } Sent;
 
+// A message of klt that the entropy coder writes while its cell goes on. The cell sends it once it is done.
+typedef struct {
+    CoderJob job;
+    KltSending sending;
+    KltEnd *end;
+    unsigned char *message;
+    double took; // seconds of coding
+    int active, gpu, counted;
+    Traffic kind;
+    Link *to;
+    double ready; // simulated time at which the coder has begun
+} Outgoing;
+
+// A message of klt that the entropy coder reads before its cell needs it.
+typedef struct {
+    CoderJob job;
+    KltCoding coding;
+    KltWork work; // of the host's memory only
+    unsigned char *message;
+    double took, arrival;
+    int active;
+} Incoming;
+
 typedef struct {
     int replica, index; // index: which stage
     Stage stage;
@@ -1413,6 +1438,8 @@ typedef struct {
     double averaging; // simulated time to which the average at work has come
     double *merge_at; // (fragments) simulated time at which the average in flight is complete
     Sent step, total;
+    Outgoing outgoing;
+    Incoming incoming[2]; // by direction
 } Cell;
 
 // What one GPU codes messages of klt with. Each has a copy, made of the same bytes.
@@ -1420,6 +1447,7 @@ typedef struct {
     KltTable *tables; // (n_stages - 1, 2) in use, by boundary and direction; NULL: another codec
     float *embed;     // (V, C) the embedding the run has begun with; NULL: states are not predicted
     KltWork work;     // what messages pass through, one after the other
+    KltWork *own;     // (cells) of the messages that the entropy coder writes; NULL: it has no thread
 } KltPlace;
 
 typedef struct {
@@ -1443,6 +1471,7 @@ typedef struct {
     Nccl *nccl;
     Stream *streams[MAX_GPUS]; // one a GPU; the first is `stream`
     KltPlace klt[MAX_GPUS];
+    Coder coder;
 } Mesh;
 
 static Cell *mesh_cell(const Mesh *mesh, int replica, int stage) {
@@ -1479,8 +1508,10 @@ static CodecEnd *mesh_end_on(const Mesh *mesh, int replica, int boundary, int be
     return end;
 }
 
-static void klt_place_free(KltPlace *place, int n_tables) {
+static void klt_place_free(KltPlace *place, int n_tables, int n_cells) {
     for (int i = 0; i < n_tables && place->tables != NULL; i++) klt_table_free(&place->tables[i]);
+    for (int i = 0; i < n_cells && place->own != NULL; i++) klt_work_free(&place->own[i]);
+    free(place->own);
     free(place->tables);
     device_free(place->embed);
     klt_work_free(&place->work);
@@ -1489,15 +1520,16 @@ static void klt_place_free(KltPlace *place, int n_tables) {
 
 static void mesh_free(Mesh *mesh) {
     int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
+    coder_stop(&mesh->coder); // before the messages it works on go
     nccl_destroy(mesh->nccl); // its sums end before their memory goes
     for (int g = 1; g < mesh->n_gpus; g++) {
         if (mesh->streams[g] != NULL) stream_use(mesh->streams[g]);
         for (int i = 0; i < n_cells; i++)
             if (mesh->cells[i].more != NULL) stage_free(cell_stage(&mesh->cells[i], g));
-        klt_place_free(&mesh->klt[g], 2 * (mesh->n_stages - 1));
+        klt_place_free(&mesh->klt[g], 2 * (mesh->n_stages - 1), n_cells);
     }
     if (mesh->stream != NULL) stream_use(mesh->stream);
-    klt_place_free(&mesh->klt[0], 2 * (mesh->n_stages - 1));
+    klt_place_free(&mesh->klt[0], 2 * (mesh->n_stages - 1), n_cells);
     for (int i = 0; i < n_cells && mesh->cells != NULL; i++) {
         free(mesh->cells[i].more);
         stage_free(&mesh->cells[i].stage);
@@ -1505,6 +1537,11 @@ static void mesh_free(Mesh *mesh) {
         flow_free(&mesh->cells[i].flow);
         device_free(mesh->cells[i].powersgd_q);
         free(mesh->cells[i].merge_at);
+        free(mesh->cells[i].outgoing.message);
+        for (int d = 0; d < 2; d++) {
+            free(mesh->cells[i].incoming[d].message);
+            klt_work_free(&mesh->cells[i].incoming[d].work);
+        }
     }
     for (int i = 0; i < n_links && mesh->forward != NULL && mesh->backward != NULL; i++) {
         link_free(&mesh->forward[i]);
@@ -1653,6 +1690,23 @@ static int mesh_alloc_klt(Mesh *mesh, int predicts) {
     return mesh_share_embed(mesh);
 }
 
+// Gives the entropy coder a thread, and each cell the memory of a message it sends and two it receives.
+static int mesh_start_coder(Mesh *mesh) {
+    int n_cells = mesh->n_replicas * mesh->n_stages;
+    for (int i = 0; i < n_cells; i++) {
+        Cell *cell = &mesh->cells[i];
+        unsigned char **messages[] = {&cell->outgoing.message, &cell->incoming[0].message, &cell->incoming[1].message};
+        for (int m = 0; m < 3; m++)
+            if ((*messages[m] = (unsigned char *)malloc((size_t)mesh->message_bytes)) == NULL)
+                return error_set("out of memory for messages");
+    }
+    for (int g = 0; g < mesh->n_gpus; g++) {
+        mesh->klt[g].own = (KltWork *)calloc((size_t)n_cells, sizeof(KltWork));
+        if (mesh->klt[g].own == NULL) return error_set("out of memory for messages");
+    }
+    return coder_start(&mesh->coder);
+}
+
 // Simulated time of the mesh: its latest cell's.
 static double mesh_now(const Mesh *mesh) {
     double now = 0.0;
@@ -1717,17 +1771,18 @@ static void cell_spend(Mesh *mesh, Cell *cell, FlowPart part, double time) {
         clock_compute(&cell->clock, time);
 }
 
-// Sends the message that lies in mesh->message. kind: forward or backward.
-static int cell_send(Mesh *mesh, Cell *cell, Link *link, int64_t n_bytes, Traffic kind, int counted) {
+// Sends a message that is ready at some simulated time. kind: forward or backward.
+static int cell_send(Mesh *mesh, Cell *cell, Link *link, const void *message, int64_t n_bytes, Traffic kind,
+                     int counted, double ready) {
     double arrival = 0.0;
     if (counted) {
         cell->step.bytes[kind] += n_bytes;
         if (mesh->asynchronous)
             flow_now(&cell->flow)->bytes[kind] += n_bytes;
         else
-            arrival = clock_send(&cell->clock, mesh->speed, n_bytes);
+            arrival = clock_send_at(&cell->clock, ready, mesh->speed, n_bytes);
     }
-    return link_send(link, mesh->message, n_bytes, arrival);
+    return link_send(link, message, n_bytes, arrival);
 }
 
 // Ends a step of asynchronous pipelines in simulated time. drain: no other follows.
@@ -1745,18 +1800,6 @@ static void mesh_flow(Mesh *mesh, int drain) {
     }
 }
 
-// Takes the next message of a link that has one and decodes it into x, which a GPU holds.
-static int cell_receive(Mesh *mesh, Cell *cell, Link *link, const CodecContext *context, floatX *x, int N, int counted,
-                        int gpu) {
-    int64_t n_bytes;
-    double arrival;
-    if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
-    if (counted) clock_receive(&cell->clock, arrival);
-    CodecEnd *end = mesh_end_on(mesh, context->replica, context->boundary, context->direction == CODEC_FORWARD, gpu);
-    return codec_decode(&mesh->codec, end, context, mesh->message, n_bytes, x, N, mesh->cells[0].stage.config.channels,
-                        mesh->streams[gpu]);
-}
-
 static Link *link_before(const Mesh *mesh, Link *links, const Cell *cell) {
     return &links[cell->replica * (mesh->n_stages - 1) + cell->index - 1];
 }
@@ -1765,12 +1808,140 @@ static Link *link_behind(const Mesh *mesh, Link *links, const Cell *cell) {
     return &links[cell->replica * (mesh->n_stages - 1) + cell->index];
 }
 
+// The link that a cell's forwards, or backwards, get their input from; NULL: they need none.
+static Link *cell_source(const Mesh *mesh, const Cell *cell, WorkKind kind) {
+    if (kind == WORK_FORWARD) return cell->stage.has_embed ? NULL : link_before(mesh, mesh->forward, cell);
+    return cell->stage.has_head ? NULL : link_behind(mesh, mesh->backward, cell);
+}
+
+// 1 if the coder's thread takes messages of this context.
+static int cell_overlaps(const Mesh *mesh, const CodecContext *context) {
+    return mesh->coder.started && mesh->codec.kind == CODEC_KLT &&
+           !codec_is_dense(&mesh->codec, context, mesh->cells[0].stage.config.channels);
+}
+
+static void outgoing_run(void *context) {
+    Outgoing *out = (Outgoing *)context;
+    double start = seconds();
+    if (!out->sending.whole) klt_coding_write(&out->sending.coding);
+    out->took = seconds() - start;
+}
+
+static void incoming_run(void *context) {
+    Incoming *in = (Incoming *)context;
+    double start = seconds();
+    klt_coding_read(&in->coding);
+    in->took = seconds() - start;
+}
+
+// Sends what the coder has written for the cell; waits for it.
+static int cell_flush(Mesh *mesh, Cell *cell) {
+    Outgoing *out = &cell->outgoing;
+    Stream *stream = mesh->streams[out->gpu];
+    if (!out->active) return 0;
+    coder_wait(&mesh->coder, &out->job);
+    out->active = 0;
+    stream_use(stream);
+    int64_t n_bytes = klt_encode_end(out->end, &out->sending, stream);
+    if (n_bytes < 0) return -1;
+    double ready = out->ready + (mesh->device_flops > 0.0 ? 0.0 : out->took);
+    return cell_send(mesh, cell, out->to, out->message, n_bytes, out->kind, out->counted, ready);
+}
+
+// Gives the coder a boundary tensor of a GPU; the cell's last message is sent before.
+static int cell_code(Mesh *mesh, Cell *cell, const CodecContext *context, const floatX *x, int N, int gpu) {
+    Outgoing *out = &cell->outgoing;
+    CodecEnd *end = mesh_end_on(mesh, context->replica, context->boundary, context->direction == CODEC_BACKWARD, gpu);
+    KltMessage message = codec_klt_message(&mesh->codec, context);
+    KltWork *own = &mesh->klt[gpu].own[cell - mesh->cells];
+    if (cell_flush(mesh, cell)) return -1;
+    stream_use(mesh->streams[gpu]);
+    out->end = codec_klt_end(end, context), out->gpu = gpu;
+    if (out->end == NULL ||
+        klt_encode_begin(out->end, &out->sending, own, &message, context->tokens, x, N,
+                         mesh->cells[0].stage.config.channels, out->message, mesh->message_bytes, mesh->streams[gpu]))
+        return -1;
+    out->sending.coding.threads = 1;
+    return 0;
+}
+
+// The coder writes what cell_code has given it.
+static void cell_post(Mesh *mesh, Cell *cell, Link *to, Traffic kind, int counted) {
+    Outgoing *out = &cell->outgoing;
+    CoderJob job = {outgoing_run, out, 0, NULL};
+    out->job = job, out->active = 1;
+    out->to = to, out->kind = kind, out->counted = counted, out->ready = cell->clock.now;
+    coder_submit(&mesh->coder, &out->job);
+}
+
+// What a piece of work receives or sends at the boundary before its stage, or at the one behind it.
+static CodecContext work_context(const Mesh *mesh, const Cell *cell, const Pass *pass, Work work, int behind) {
+    return boundary_context(pass, cell->replica, cell->index - !behind, work.micro_batch,
+                            work.micro_batch * mesh->micro_batch,
+                            work.kind == WORK_FORWARD ? CODEC_FORWARD : CODEC_BACKWARD);
+}
+
+// Sequences of a micro-batch.
+static int work_batch(const Mesh *mesh, const Batch *batch, Work work) {
+    int left = batch->b - work.micro_batch * mesh->micro_batch;
+    return left < mesh->micro_batch ? left : mesh->micro_batch;
+}
+
+// Gives the coder the message that is there for the cell's next work of a kind. 1 if there is one, or -1.
+static int cell_fetch(Mesh *mesh, Cell *cell, WorkKind kind, const Pass *pass) {
+    Incoming *in = &cell->incoming[kind == WORK_BACKWARD];
+    Link *from = cell_source(mesh, cell, kind);
+    const Batch *batch = &pass->batches[cell->replica];
+    int at = cell->next_work, gpu, behind = kind == WORK_BACKWARD;
+    int64_t n_bytes;
+    if (in->active || from == NULL || link_waiting(from) == 0) return 0;
+    while (at < cell->n_work && cell->schedule[at].kind != kind) at++;
+    if (at == cell->n_work) return error_set("a message that no work is left for");
+    Work work = cell->schedule[at];
+    CodecContext context = work_context(mesh, cell, pass, work, behind);
+    if (!cell_overlaps(mesh, &context)) return 0;
+    gpu = work.micro_batch % mesh->n_gpus;
+    CodecEnd *end = mesh_end_on(mesh, context.replica, context.boundary, !behind, gpu);
+    const KltEnd *klt = codec_klt_end(end, &context);
+    KltMessage message = codec_klt_message(&mesh->codec, &context);
+    if (klt == NULL || link_recv(from, in->message, mesh->message_bytes, &n_bytes, &in->arrival) != LINK_OK) return -1;
+    if (klt_decode_begin(klt, &in->coding, &in->work, &message, in->message, n_bytes,
+                         work_batch(mesh, batch, work) * batch->T, 1))
+        return -1;
+    CoderJob job = {incoming_run, in, 0, NULL};
+    in->job = job, in->active = 1;
+    coder_submit(&mesh->coder, &in->job);
+    return 1;
+}
+
+// The next message of a kind of work as x, which a GPU holds. It is there.
+static int cell_receive(Mesh *mesh, Cell *cell, WorkKind kind, const CodecContext *context, floatX *x, int N,
+                        int counted, int gpu) {
+    Incoming *in = &cell->incoming[kind == WORK_BACKWARD];
+    int C = mesh->cells[0].stage.config.channels;
+    int64_t n_bytes;
+    double arrival;
+    CodecEnd *end = mesh_end_on(mesh, context->replica, context->boundary, context->direction == CODEC_FORWARD, gpu);
+    if (in->active) {
+        coder_wait(&mesh->coder, &in->job);
+        in->active = 0;
+        if (counted) clock_receive(&cell->clock, in->arrival + (mesh->device_flops > 0.0 ? 0.0 : in->took));
+        const KltEnd *klt = codec_klt_end(end, context);
+        return klt == NULL ? -1 : klt_decode_end(klt, &in->coding, context->tokens, x, C, mesh->streams[gpu]);
+    }
+    if (link_recv(cell_source(mesh, cell, kind), mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK)
+        return -1;
+    if (counted) clock_receive(&cell->clock, arrival);
+    return codec_decode(&mesh->codec, end, context, mesh->message, n_bytes, x, N, C, mesh->streams[gpu]);
+}
+
 // 1 if the cell's next work has its input.
-static int cell_runnable(const Mesh *mesh, const Cell *cell) {
+static int cell_runnable(Mesh *mesh, Cell *cell) {
     if (cell->next_work == cell->n_work) return 0;
-    if (cell->schedule[cell->next_work].kind == WORK_FORWARD)
-        return cell->stage.has_embed || link_waiting(link_before(mesh, mesh->forward, cell)) > 0;
-    return cell->stage.has_head || link_waiting(link_behind(mesh, mesh->backward, cell)) > 0;
+    WorkKind kind = cell->schedule[cell->next_work].kind;
+    Incoming *in = &cell->incoming[kind == WORK_BACKWARD];
+    const Link *from = cell_source(mesh, cell, kind);
+    return from == NULL || (in->active ? coder_is_done(&mesh->coder, &in->job) : link_waiting(from) > 0);
 }
 
 // PassHook of a cell's last backward: its GPUs sum the gradients of tensors first .. last-1 while it goes on. The other
@@ -1808,15 +1979,13 @@ static void cell_turn(const Mesh *mesh, Cell *cell, int64_t done) {
 // Does the cell's next work: receive, compute, send.
 static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Work work = cell->schedule[cell->next_work++];
-    int m = work.micro_batch, gpu = m % mesh->n_gpus, is_first = m < mesh->n_gpus;
+    int m = work.micro_batch, gpu = m % mesh->n_gpus, is_first = m < mesh->n_gpus, overlaps = 0;
     Stage *stage = cell_stage(cell, gpu);
     Stream *stream = stage->stream;
     const Batch *batch = &pass->batches[cell->replica];
     int b = m * mesh->micro_batch, T = batch->T, slot = m / mesh->n_gpus % stage->slots;
-    int B = batch->b - b < mesh->micro_batch ? batch->b - b : mesh->micro_batch, N = B * T;
-    CodecDirection direction = work.kind == WORK_FORWARD ? CODEC_FORWARD : CODEC_BACKWARD;
-    CodecContext before = boundary_context(pass, cell->replica, cell->index - 1, m, b, direction);
-    CodecContext behind = boundary_context(pass, cell->replica, cell->index, m, b, direction);
+    int B = work_batch(mesh, batch, work), N = B * T;
+    CodecContext before = work_context(mesh, cell, pass, work, 0), behind = work_context(mesh, cell, pass, work, 1);
     Link *to = NULL;
     int64_t n_bytes = 0;
     CellSum sum = {mesh, cell, 0};
@@ -1825,8 +1994,8 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     double start = seconds(), head_seconds = 0.0;
     stream_use(stream);
     if (work.kind == WORK_FORWARD) {
-        if (!stage->has_embed && cell_receive(mesh, cell, link_before(mesh, mesh->forward, cell), &before,
-                                              stage_input(stage, slot), N, pass->counted, gpu))
+        if (!stage->has_embed &&
+            cell_receive(mesh, cell, work.kind, &before, stage_input(stage, slot), N, pass->counted, gpu))
             return -1;
         stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, NULL, stream);
         if (stage->has_head) {
@@ -1834,18 +2003,19 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
             head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, is_first, stream);
             head_seconds = seconds() - middle;
         } else {
-            to = link_behind(mesh, mesh->forward, cell);
-            n_bytes = cell_encode(mesh, &behind, stage->last, N, gpu);
+            to = link_behind(mesh, mesh->forward, cell), overlaps = cell_overlaps(mesh, &behind);
+            n_bytes = overlaps ? cell_code(mesh, cell, &behind, stage->last, N, gpu)
+                               : cell_encode(mesh, &behind, stage->last, N, gpu);
         }
     } else {
-        if (!stage->has_head && cell_receive(mesh, cell, link_behind(mesh, mesh->backward, cell), &behind, stage->d.dx,
-                                             N, pass->counted, gpu))
+        if (!stage->has_head && cell_receive(mesh, cell, work.kind, &behind, stage->d.dx, N, pass->counted, gpu))
             return -1;
         if (mesh->asynchronous) cell_turn(mesh, cell, pass->step);
         stage_backward(stage, slot, B, T, is_first, is_last ? &hook : NULL, stream);
         if (!stage->has_embed) {
-            to = link_before(mesh, mesh->backward, cell);
-            n_bytes = cell_encode(mesh, &before, stage->d.dx, N, gpu);
+            to = link_before(mesh, mesh->backward, cell), overlaps = cell_overlaps(mesh, &before);
+            n_bytes = overlaps ? cell_code(mesh, cell, &before, stage->d.dx, N, gpu)
+                               : cell_encode(mesh, &before, stage->d.dx, N, gpu);
         }
     }
     if (cells_are_timed(mesh)) stream_wait(stream);
@@ -1859,7 +2029,10 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
                    mesh->device_flops > 0.0 ? flops / mesh->device_flops : took);
     if (n_bytes < 0 || sum.failed || stream_check(stream)) return -1;
     Traffic kind = work.kind == WORK_FORWARD ? TRAFFIC_FORWARD : TRAFFIC_BACKWARD;
-    return to == NULL ? 0 : cell_send(mesh, cell, to, n_bytes, kind, pass->counted);
+    if (to == NULL) return 0;
+    if (!overlaps) return cell_send(mesh, cell, to, mesh->message, n_bytes, kind, pass->counted, cell->clock.now);
+    cell_post(mesh, cell, to, kind, pass->counted);
+    return 0;
 }
 
 // Before a pass: all GPUs of a cell have its parameters, an asynchronous one the version of its forward, and begin.
@@ -1893,6 +2066,30 @@ static int cell_end(Mesh *mesh, Cell *cell) {
     return 0;
 }
 
+// Sends what the coder has written for a cell by now, and gives it what has come. How many messages, or -1.
+static int cell_exchange(Mesh *mesh, Cell *cell, const Pass *pass) {
+    int sent = cell->outgoing.active && coder_is_done(&mesh->coder, &cell->outgoing.job);
+    if (sent && cell_flush(mesh, cell)) return -1;
+    int forward = cell_fetch(mesh, cell, WORK_FORWARD, pass);
+    int backward = forward < 0 ? -1 : cell_fetch(mesh, cell, WORK_BACKWARD, pass);
+    return backward < 0 ? -1 : sent + forward + backward;
+}
+
+// Where no cell has its input: waits for the coder. 0, or -1 with a message: it has nothing to do either.
+static int mesh_wait(Mesh *mesh, int from, int to, int left) {
+    for (int i = from; i < to; i++)
+        if (mesh->cells[i].outgoing.active) return cell_flush(mesh, &mesh->cells[i]);
+    for (int i = from; i < to; i++) {
+        Cell *cell = &mesh->cells[i];
+        if (cell->next_work == cell->n_work) continue;
+        Incoming *in = &cell->incoming[cell->schedule[cell->next_work].kind == WORK_BACKWARD];
+        if (!in->active) continue;
+        coder_wait(&mesh->coder, &in->job);
+        return 0;
+    }
+    return error_set("the pipeline is stuck with %d pieces of work left", left);
+}
+
 // Runs replicas first .. last-1 through the pass: in turn, each cell whose next work has its input does it. Gradients
 // are in the stages' arenas afterwards, the sum of the targets' losses in the last stages' loss_sum.
 static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
@@ -1904,13 +2101,13 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
         left += cell->n_work;
     }
     while (left > 0) {
-        int before = left;
+        int moved = 0;
         for (int i = from; i < to; i++) {
-            if (!cell_runnable(mesh, &mesh->cells[i])) continue;
-            if (cell_run(mesh, &mesh->cells[i], pass)) return -1;
-            left--;
+            int exchanged = cell_exchange(mesh, &mesh->cells[i], pass), runs = cell_runnable(mesh, &mesh->cells[i]);
+            if (exchanged < 0 || (runs && cell_run(mesh, &mesh->cells[i], pass))) return -1;
+            left -= runs, moved += exchanged + runs;
         }
-        if (left == before) return error_set("the pipeline is stuck with %d pieces of work left", left);
+        if (moved == 0 && mesh_wait(mesh, from, to, left)) return -1;
     }
     for (int i = from; i < to; i++)
         if (cell_end(mesh, &mesh->cells[i])) return -1;
@@ -3689,6 +3886,13 @@ static KltShape klt_shape(const Trainer *trainer) {
     return shape;
 }
 
+// 1 if klt's entropy coder runs on a thread of its own. Beside as many threads as there are cores it would only make
+// them wait for each other.
+static int coder_has_thread(const Trainer *trainer) {
+    int spare = !DEVICE_IS_HOST || trainer->threads < omp_get_num_procs();
+    return trainer->opts.codec == CODEC_KLT && (trainer->opts.coder == 1 || (trainer->opts.coder == 0 && spare));
+}
+
 // Bytes of the anchor's model and factors; 0 where they cannot be planned.
 static int64_t anchor_bytes(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
@@ -3744,6 +3948,9 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     KltMemory work = klt_memory_work(&shape, C, C); // of the anchor's compressed pass
     if (trainer->anchor.corrects) anchor = klt_memory_sum(anchor, work);
     bytes.codec = cells.device, bytes.anchor += anchor.device, bytes.host += cells.host + anchor.host;
+    if (!coder_has_thread(trainer)) return bytes;
+    KltMemory overlap = klt_memory_overlap(&shape, mesh->n_replicas * mesh->n_stages, mesh->message_bytes);
+    bytes.codec += overlap.device, bytes.host += overlap.host;
     return bytes;
 }
 
@@ -5063,6 +5270,7 @@ static int start_anchor(Trainer *trainer) {
         learner->budget[d] = codec_klt_budget(&trainer->mesh.codec, (CodecDirection)d, learner->C);
     learner->n_boundaries = anchor->learns ? anchor->n_boundaries : 0;
     if (anchor->learns && mesh_alloc_klt(&trainer->mesh, learner->predicts)) return -1;
+    if (coder_has_thread(trainer) && mesh_start_coder(&trainer->mesh)) return -1;
     learner->embed = trainer->mesh.klt[0].embed, learner->tables = trainer->mesh.klt[0].tables;
     return anchor_start(anchor, &trainer->config, opts->recompute);
 }

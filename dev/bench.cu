@@ -258,33 +258,26 @@ static int klt_bench_init(KltBench *bench, int n, int C, int V, double budget, S
 // Seconds to code n rows' symbols of both directions, and to read them: what is on the CPU whatever the device.
 static int klt_bench_coder(KltBench *bench, double budget, int n, unsigned char *message, int64_t cap, double *writing,
                            double *reading, Stream *stream) {
+    KltWork own = {{NULL, 0}, {NULL, 0}, NULL, 0};
     int failed = 0;
     *writing = *reading = 0.0;
     for (int d = 0; d < 2 && !failed; d++) {
-        KltTable *table = &bench->tables[d];
-        KltEnd end = {table, &bench->work, bench->embed, budget, {0, 0}};
+        KltEnd end = {&bench->tables[d], &bench->work, bench->embed, budget, {0, 0}};
         KltMessage which = {1, 0, 1, 3, 0};
-        size_t K = (size_t)table->head.K, room_bytes = 4 * (size_t)klt_most(&end, n);
-        uint64_t key = klt_message_key(&which);
-        int16_t *symbols = (int16_t *)malloc(2 * (size_t)n * (K + 1)), *scales = symbols + (size_t)n * K;
-        unsigned char *room = (unsigned char *)malloc(room_bytes);
-        float step;
+        KltSending sending;
+        KltCoding arrived;
         double took;
-        int64_t n_bytes = klt_encode(&end, &which, bench->tokens, bench->rows[d], n, bench->C, message, cap, stream);
-        failed = symbols == NULL || room == NULL || n_bytes < 0 ||
-                 klt_read(table, key, symbols, scales, &step, n, message, n_bytes, stream);
-        MEDIAN_SECONDS(&took, 9, {
-            failed = failed || klt_write_pieces(table, key, symbols, scales, n, message, n_bytes, room,
-                                                (int64_t)room_bytes, stream) != n_bytes;
-        });
+        failed = klt_encode_begin(&end, &sending, &bench->work, &which, bench->tokens, bench->rows[d], n, bench->C,
+                                  message, cap, stream);
+        MEDIAN_SECONDS(&took, 9, klt_coding_write(&sending.coding));
         *writing += took;
-        MEDIAN_SECONDS(&took, 9, {
-            failed = failed || klt_read_pieces(table, key, symbols, scales, n, message, n_bytes, stream);
-        });
+        failed = failed || sending.coding.n_bytes < 0 ||
+                 klt_decode_begin(&end, &arrived, &own, &which, message, sending.coding.n_bytes, n, stream->threads);
+        MEDIAN_SECONDS(&took, 9, klt_coding_read(&arrived));
         *reading += took;
-        free(symbols);
-        free(room);
+        failed = failed || arrived.failed;
     }
+    klt_work_free(&own);
     return failed;
 }
 

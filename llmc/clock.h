@@ -28,13 +28,18 @@ static inline void clock_compute(Clock *clock, double seconds) {
     clock->now += seconds;
 }
 
-// Queues n_bytes on the sender's uplink, behind all it has sent before, wherever to. The sender does not wait. Returns
-// the time at which the last byte arrives.
-static inline double clock_send(Clock *sender, LinkSpeed speed, int64_t n_bytes) {
-    double start = sender->now > sender->uplink_free ? sender->now : sender->uplink_free;
+// Queues n_bytes that are ready at some time on the sender's uplink, behind all it has sent before, wherever to.
+// Returns the time at which the last byte arrives.
+static inline double clock_send_at(Clock *sender, double ready, LinkSpeed speed, int64_t n_bytes) {
+    double start = ready > sender->uplink_free ? ready : sender->uplink_free;
     double busy = speed.bytes_per_second > 0.0 ? (double)n_bytes / speed.bytes_per_second : 0.0;
     sender->uplink_free = start + busy;
     return sender->uplink_free + speed.latency;
+}
+
+// The same of bytes that are ready now. The sender does not wait.
+static inline double clock_send(Clock *sender, LinkSpeed speed, int64_t n_bytes) {
+    return clock_send_at(sender, sender->now, speed, n_bytes);
 }
 
 // The cell needs the message that arrives at `arrival`: it waits for it, or goes on if it is there.

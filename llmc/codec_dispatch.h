@@ -10,10 +10,15 @@ static inline KltEnd *codec_klt_end(CodecEnd *end, const CodecContext *context) 
     return NULL;
 }
 
+static inline KltMessage codec_klt_message(const Codec *codec, const CodecContext *context) {
+    KltMessage message = {codec->seed, context->replica, context->boundary, context->step, context->micro_batch};
+    return message;
+}
+
 static inline int64_t codec_klt_encode(const Codec *codec, CodecEnd *end, const CodecContext *context, const floatX *x,
                                        int n, int H, void *out, int64_t cap, Stream *stream) {
     KltEnd *klt = codec_klt_end(end, context);
-    KltMessage message = {codec->seed, context->replica, context->boundary, context->step, context->micro_batch};
+    KltMessage message = codec_klt_message(codec, context);
     if (klt == NULL) return -1;
     KltEnd before = *klt;
     int64_t n_bytes = klt_encode(klt, &message, context->tokens, x, n, H, out, cap, stream);
@@ -24,7 +29,7 @@ static inline int64_t codec_klt_encode(const Codec *codec, CodecEnd *end, const 
 static inline int codec_klt_decode(const Codec *codec, CodecEnd *end, const CodecContext *context, const void *in,
                                    int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
     const KltEnd *klt = codec_klt_end(end, context);
-    KltMessage message = {codec->seed, context->replica, context->boundary, context->step, context->micro_batch};
+    KltMessage message = codec_klt_message(codec, context);
     return klt == NULL ? -1 : klt_decode(klt, &message, context->tokens, in, n_bytes, x, n, H, stream);
 }
 

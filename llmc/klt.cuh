@@ -15,6 +15,7 @@
 
 #include "device.cuh"      // floatX, Stream, LAUNCH
 #include "elements.cuh"    // value_put, to_float
+#include "klt_coder.h"     // klt_coding_write
 #include "klt_quantizer.h" // klt_symbol, klt_value
 #include "linalg.cuh"      // eigh, linalg_columns
 #include "matmul.cuh"      // matmul_product

@@ -17,6 +17,7 @@
 
 #include "device.h"        // floatX, Stream
 #include "embedding.h"     // embedding_forward
+#include "klt_coder.h"     // klt_coding_write
 #include "klt_quantizer.h" // klt_symbol, klt_value
 #include "linalg.h"        // eigh, linalg_columns
 #include "matmul.h"        // matmul_product

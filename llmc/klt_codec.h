@@ -32,14 +32,15 @@
 //
 // No include guard: klt.h and klt.cuh include it once each, and a program that compares them has both.
 
-// Memory that an end's messages pass through; ends that take turns share it.
+// Memory that messages pass through: what is wide serves one after the other, the rest is a message's until it is sent.
 typedef struct {
-    Scratch device;
+    Scratch wide, device;
     void *host;
     size_t host_bytes;
 } KltWork;
 
 static inline void klt_work_free(KltWork *work) {
+    device_free(work->wide.data);
     device_free(work->device.data);
     device_host_free(work->host);
     memset(work, 0, sizeof *work);
@@ -175,9 +176,9 @@ static inline KltQuantizer klt_quantizer(const KltTable *table, float step, uint
     return q;
 }
 
-// What a message's tensors need on the device, in one piece of scratch: values (n, H) on their way to and from a
-// product, predictions (u, H) for the u <= n tokens there are of their kinds, projected values (n, K), sizes (n),
-// symbols (n, K), scales (n), tokens (u) and which of them each row has (n).
+// What a message's tensors need on the device. Of the wide memory: values (n, H) on their way to and from a product,
+// predictions (u, H) for the u <= n tokens there are of their kinds, tokens (u) and which of them each row has (n). Of
+// the message's own: projected values (n, K), sizes (n), symbols (n, K), scales (n).
 typedef struct {
     float *predicted, *centered, *projected, *sizes;
     int16_t *symbols, *scales;
@@ -185,15 +186,25 @@ typedef struct {
     int32_t *kinds;
 } KltBuffers;
 
-static inline int klt_buffers(KltBuffers *b, KltWork *work, int n, int H, int K) {
-    size_t N = (size_t)n, wide = N * (size_t)H, narrow = (N * (size_t)K + 15) / 16 * 16, rows = (N + 15) / 16 * 16;
-    size_t bytes = 4 * (2 * wide + narrow + 3 * rows) + 2 * (narrow + rows);
-    float *at = (float *)scratch_get(&work->device, bytes);
-    if (at == NULL) return -1;
-    b->projected = at, b->sizes = at + narrow, b->tokens = (uint32_t *)(void *)(b->sizes + rows);
-    b->kinds = (int32_t *)(void *)(b->tokens + rows);
-    b->symbols = (int16_t *)(void *)(b->kinds + rows), b->scales = b->symbols + narrow;
-    b->predicted = (float *)(void *)(b->scales + rows), b->centered = b->predicted + wide;
+static inline size_t klt_rounded_up(size_t n) {
+    return (n + 15) / 16 * 16;
+}
+static inline size_t klt_wide_bytes(size_t n, size_t H) {
+    return 4 * (2 * n * H + 2 * klt_rounded_up(n));
+}
+static inline size_t klt_own_bytes(size_t n, size_t K) {
+    return 4 * (klt_rounded_up(n * K) + klt_rounded_up(n)) + 2 * (klt_rounded_up(n * K) + klt_rounded_up(n));
+}
+
+static inline int klt_buffers(KltBuffers *b, KltWork *wide, KltWork *own, int n, int H, int K) {
+    size_t N = (size_t)n, values = N * (size_t)H, narrow = klt_rounded_up(N * (size_t)K), rows = klt_rounded_up(N);
+    float *at = (float *)scratch_get(&wide->wide, klt_wide_bytes(N, (size_t)H));
+    float *kept = (float *)scratch_get(&own->device, klt_own_bytes(N, (size_t)K));
+    if (at == NULL || kept == NULL) return -1;
+    b->predicted = at, b->centered = at + values;
+    b->tokens = (uint32_t *)(void *)(b->centered + values), b->kinds = (int32_t *)(void *)(b->tokens + rows);
+    b->projected = kept, b->sizes = kept + narrow;
+    b->symbols = (int16_t *)(void *)(b->sizes + rows), b->scales = b->symbols + narrow;
     return 0;
 }
 
@@ -264,158 +275,6 @@ static inline int klt_has_inputs(const KltEnd *end, const uint32_t *tokens) {
     return error_set("klt: a table with a predictor, and no tokens or embedding to predict from");
 }
 
-// A token's scale: half octaves from the message's size, with the gain on the step as more of them.
-static inline int klt_scale(double size, double unit) {
-    double half_octaves = size > 0.0 ? 2.0 * log2(size / unit) : -KLT_SCALE_MAX;
-    return half_octaves <= -KLT_SCALE_MAX  ? -KLT_SCALE_MAX
-           : half_octaves >= KLT_SCALE_MAX ? KLT_SCALE_MAX
-                                           : (int)lround(half_octaves);
-}
-
-// What components first .. first+count-1 of a token are coded with: the table, the bits that travel as they are, and
-// the sign that the context of a draw gives the symbol.
-typedef struct {
-    int coder[KLT_RUN], shift[KLT_RUN], sign[KLT_RUN];
-} KltRun;
-
-static inline int klt_run(KltRun *run, const KltTable *table, uint64_t key, int token, int scale, int first) {
-    int count = table->head.K - first < KLT_RUN ? table->head.K - first : KLT_RUN;
-    const unsigned char *bits = table->bits + first;
-    uint32_t draws[KLT_RUN];
-#pragma omp simd
-    for (int i = 0; i < count; i++)
-        run->coder[i] = klt_class(bits[i], scale), run->shift[i] = klt_shift(run->coder[i]), run->sign[i] = 1;
-    if (!(table->head.flags & KLT_STOCHASTIC)) return count;
-    klt_draws_run(draws, key, token, first);
-#pragma omp simd
-    for (int i = 0; i < count; i++)
-        run->coder[i] = run->coder[i] * KLT_CONTEXTS + klt_context(draws[i]), run->sign[i] = klt_sign(draws[i]);
-    return count;
-}
-
-// symbols (K) of one token.
-static inline void klt_write_token(RansWriter *writer, const KltTable *table, uint64_t key, int token, int scale,
-                                   const int16_t *symbols) {
-    RansWriter w = *writer; // in registers
-    int K = table->head.K, any = 0;
-    KltRun run;
-    for (int k = 0; k < K; k++) any |= symbols[k];
-    int sent = any != 0 ? scale : KLT_SILENT;
-    for (int first = (K - 1) / KLT_RUN * KLT_RUN; first >= 0 && any != 0; first -= KLT_RUN)
-        for (int i = klt_run(&run, table, key, token, scale, first) - 1; i >= 0; i--)
-            rans_write_symbol(&w, &table->coder[run.coder[i]], run.shift[i], run.sign[i] * symbols[first + i]);
-    rans_write_symbol(&w, &table->coder[klt_scales(table->head.flags)], 0, sent);
-    *writer = w;
-}
-
-// The next token's scale; 0 and no symbols follow if it is silent.
-static inline int klt_read_scale(RansReader *r, const KltTable *table, int16_t *scale) {
-    *scale = (int16_t)rans_read_symbol(r, &table->coder[klt_scales(table->head.flags)], 0);
-    return *scale != KLT_SILENT;
-}
-
-static inline int16_t klt_read_one(RansReader *r, const KltTable *table, const KltRun *run, int i) {
-    return (int16_t)(run->sign[i] * rans_read_symbol(r, &table->coder[run->coder[i]], run->shift[i]));
-}
-
-// Symbols (K) of the next token, whose scale has been read.
-static inline void klt_read_token(RansReader *reader, const KltTable *table, uint64_t key, int token, int scale,
-                                  int16_t *symbols) {
-    RansReader r = *reader; // in registers
-    KltRun run;
-    for (int first = 0; first < table->head.K; first += KLT_RUN) {
-        int count = klt_run(&run, table, key, token, scale, first);
-        for (int i = 0; i < count; i++) symbols[first + i] = klt_read_one(&r, table, &run, i);
-    }
-    *reader = r;
-}
-
-// The same of two streams at once: each waits for itself only, so that two take little longer than one.
-static inline void klt_read_tokens(RansReader readers[2], const KltTable *table, uint64_t key, const int tokens[2],
-                                   const int16_t *scales, int16_t *symbols) {
-    RansReader a = readers[0], b = readers[1];
-    size_t K = (size_t)table->head.K;
-    int16_t *to_a = symbols + (size_t)tokens[0] * K, *to_b = symbols + (size_t)tokens[1] * K;
-    KltRun run_a, run_b;
-    for (int first = 0; first < table->head.K; first += KLT_RUN) {
-        int count = klt_run(&run_a, table, key, tokens[0], scales[tokens[0]], first);
-        klt_run(&run_b, table, key, tokens[1], scales[tokens[1]], first);
-        for (int i = 0; i < count; i++) {
-            to_a[first + i] = klt_read_one(&a, table, &run_a, i);
-            to_b[first + i] = klt_read_one(&b, table, &run_b, i);
-        }
-    }
-    readers[0] = a, readers[1] = b;
-}
-
-// Symbols (n, K) and scales (n) as pieces; `room` is a buffer of room_bytes to write them in. Bytes of the message, or
-// -1: more than `most`.
-static inline int64_t klt_write_pieces(const KltTable *table, uint64_t key, const int16_t *symbols,
-                                       const int16_t *scales, int n, unsigned char *out, int64_t most,
-                                       unsigned char *room, int64_t room_bytes, Stream *stream) {
-    int n_pieces = klt_pieces(n);
-    int64_t each = room_bytes / n_pieces, at = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces;
-    int full = 0;
-#pragma omp parallel for num_threads(stream->threads) reduction(| : full)
-    for (int p = 0; p < n_pieces; p++) {
-        RansWriter w;
-        int first = p * KLT_PIECE, last = first + KLT_PIECE < n ? first + KLT_PIECE : n;
-        rans_write_begin(&w, room + p * each + 4, each - 4);
-        for (int t = last - 1; t >= first && !w.full; t--)
-            klt_write_token(&w, table, key, t, scales[t], symbols + (size_t)t * (size_t)table->head.K);
-        int64_t n_bytes = rans_write_end(&w);
-        uint32_t size = n_bytes < 0 ? 0 : (uint32_t)n_bytes;
-        memcpy(room + p * each, &size, 4);
-        full |= n_bytes < 0;
-    }
-    for (int p = 0; p < n_pieces && !full; p++) {
-        uint32_t size;
-        memcpy(&size, room + p * each, 4);
-        if (at + size > most) return -1;
-        memcpy(out + KLT_MESSAGE_HEADER + 4 * p, &size, 4);
-        memcpy(out + at, room + (p + 1) * each - size, size);
-        at += size;
-    }
-    return full ? -1 : at;
-}
-
-static inline int64_t klt_fixed_bytes(const KltTable *table, int n) {
-    return KLT_MESSAGE_HEADER + (table->token_bits * n + 7) / 8;
-}
-
-static inline void klt_write_fixed(const KltTable *table, const int16_t *symbols, int n, unsigned char *out) {
-    uint64_t pending = 0;
-    int n_pending = 0;
-    unsigned char *at = out + KLT_MESSAGE_HEADER;
-    for (int t = 0; t < n; t++) {
-        for (int k = 0; k < table->head.K; k++) {
-            pending |= (uint64_t)symbols[(size_t)t * (size_t)table->head.K + (size_t)k] << n_pending;
-            n_pending += table->bits[k];
-            for (; n_pending >= 8; n_pending -= 8, pending >>= 8) *at++ = (unsigned char)pending;
-        }
-    }
-    if (n_pending > 0) *at = (unsigned char)pending;
-}
-
-static inline void klt_read_fixed(const KltTable *table, int16_t *symbols, int n, const unsigned char *in) {
-    uint64_t pending = 0;
-    int n_pending = 0;
-    const unsigned char *at = in + KLT_MESSAGE_HEADER;
-    for (int t = 0; t < n; t++) {
-        for (int k = 0; k < table->head.K; k++) {
-            int bits = table->bits[k];
-            for (; n_pending < bits; n_pending += 8) pending |= (uint64_t)*at++ << n_pending;
-            symbols[(size_t)t * (size_t)table->head.K + (size_t)k] = (int16_t)(pending & ((1u << bits) - 1u));
-            pending >>= bits, n_pending -= bits;
-        }
-    }
-}
-
-static inline void klt_put_header(unsigned char *out, uint32_t version, float step) {
-    memcpy(out, &version, 4);
-    memcpy(out + 4, &step, 4);
-}
-
 static inline int64_t klt_most(const KltEnd *end, int n) {
     return klt_most_bytes(end->budget, n);
 }
@@ -428,161 +287,161 @@ static inline void klt_control(KltEnd *end, int64_t n_bytes, int n) {
     *log_gain = fmin(fmax(*log_gain + 0.3 * error + 0.05 * *excess, -3.0), 3.0);
 }
 
-// Quantizes and codes b->projected (n, K) with the step it is given; bytes, or -1: they are more than `most`, or the
-// stream has failed. unit: a token's size at scale 0.
-static inline int64_t klt_code(const KltEnd *end, KltBuffers *b, float step, double unit, uint64_t key,
-                               const float *sizes, int n, unsigned char *out, int64_t most, Stream *stream) {
-    const KltTable *table = end->table;
-    size_t n_symbols = (size_t)n * (size_t)table->head.K;
-    int16_t *symbols = (int16_t *)(void *)(sizes + n), *scales = symbols + n_symbols;
-    unsigned char *room = (unsigned char *)(scales + n);
-    klt_quantize(b->symbols, b->projected, klt_quantizer(table, step, key), n, stream);
-    device_copy(symbols, b->symbols, sizeof *symbols * n_symbols, stream);
-    if (stream_check(stream)) return -1;
-    klt_put_header(out, table->head.version, step);
-    if (table->head.flags & KLT_FIXED) {
-        klt_write_fixed(table, symbols, n, out);
-        return klt_fixed_bytes(table, n);
-    }
-    for (int t = 0; t < n; t++) scales[t] = (int16_t)klt_scale(sqrt((double)sizes[t]), unit);
-    return klt_write_pieces(table, key, symbols, scales, n, out, most, room, 4 * klt_most(end, n), stream);
+// A message on its way out of klt_encode_begin: what klt_encode_end needs should it be too long.
+typedef struct {
+    KltCoding coding;
+    KltBuffers b;
+    const float *sizes; // (n) on the host
+    double size, gain;  // of the message, of its step
+    int H, whole;       // whole: all of it is in the header
+} KltSending;
+
+// Quantizes b.projected (n, K) with the gain at hand: symbols and scales to the host, and the header.
+static inline void klt_quantize_message(KltSending *m, Stream *stream) {
+    KltCoding *c = &m->coding;
+    const KltHeader *head = &c->table->head;
+    double unit = m->size * m->gain * (double)head->rms;
+    float step = (float)(head->flags & KLT_FIXED ? m->size : (double)head->step * m->size * m->gain);
+    size_t n_symbols = (size_t)c->n * (size_t)head->K;
+    klt_quantize(m->b.symbols, m->b.projected, klt_quantizer(c->table, step, c->key), c->n, stream);
+    device_copy(c->symbols, m->b.symbols, sizeof *c->symbols * n_symbols, stream);
+    for (int t = 0; t < c->n; t++) c->scales[t] = (int16_t)klt_scale(sqrt((double)m->sizes[t]), unit);
+    klt_put_header(c->bytes, head->version, step);
 }
 
-// Writes x (n, H) as a message into out, and moves the controller. tokens (n): host memory, for tables with a
-// predictor. Returns its bytes, or -1: cap is less than what a message may need, no memory, or the stream has failed.
-static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const uint32_t *tokens, const floatX *x, int n,
-                                 int H, void *out, int64_t cap, Stream *stream) {
+// What comes of x (n, H) before it is coded, `out` (cap) being where the message will lie and `own` memory that is the
+// message's until klt_encode_end. tokens (n): host memory, for tables with a predictor. Returns 0, or -1: cap is less
+// than what a message may need, no memory, or the stream has failed.
+static inline int klt_encode_begin(KltEnd *end, KltSending *m, KltWork *own, const KltMessage *message,
+                                   const uint32_t *tokens, const floatX *x, int n, int H, void *out, int64_t cap,
+                                   Stream *stream) {
     const KltTable *table = end->table;
-    int K = table->head.K, fixed = (table->head.flags & KLT_FIXED) != 0;
-    int64_t most = fixed ? klt_fixed_bytes(table, n) : klt_most(end, n), n_bytes = -1;
-    size_t host_bytes = klt_host_bytes(n, K, 4 * klt_most(end, n));
-    KltBuffers b;
+    int K = table->head.K;
+    int64_t most = table->head.flags & KLT_FIXED ? klt_fixed_bytes(table, n) : klt_most(end, n);
+    int64_t room_bytes = 4 * klt_most(end, n);
     double mean = 0.0;
     if (most > cap)
         return error_set("klt: a message may have %lld bytes, the buffer %lld", (long long)most, (long long)cap);
     if (klt_has_inputs(end, tokens)) return -1;
-    float *sizes = (float *)klt_host((KltWork *)end->work, host_bytes);
-    if (sizes == NULL || klt_buffers(&b, (KltWork *)end->work, n, H, K)) return -1;
-    const float *predicted = klt_predict(end, &b, tokens, n, H, sizes, stream);
-    klt_center(b.centered, x, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, b.kinds, n, H, stream);
-    klt_product(b.projected, b.centered, table->basis, 0, n, K, H, stream);
-    klt_measure(b.sizes, b.projected, table->weight, n, K, stream);
-    device_copy(sizes, b.sizes, sizeof *sizes * (size_t)n, stream);
+    float *sizes = (float *)klt_host(own, klt_host_bytes(n, K, room_bytes));
+    if (sizes == NULL || klt_buffers(&m->b, (KltWork *)end->work, own, n, H, K)) return -1;
+    int16_t *symbols = (int16_t *)(void *)(sizes + n), *scales = symbols + (size_t)n * (size_t)K;
+    KltCoding coding = {table,
+                        klt_message_key(message),
+                        n,
+                        stream->threads,
+                        symbols,
+                        scales,
+                        (unsigned char *)out,
+                        most,
+                        (unsigned char *)(scales + n),
+                        room_bytes,
+                        0,
+                        0};
+    const float *predicted = klt_predict(end, &m->b, tokens, n, H, sizes, stream);
+    klt_center(m->b.centered, x, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, m->b.kinds, n, H,
+               stream);
+    klt_product(m->b.projected, m->b.centered, table->basis, 0, n, K, H, stream);
+    klt_measure(m->b.sizes, m->b.projected, table->weight, n, K, stream);
+    device_copy(sizes, m->b.sizes, sizeof *sizes * (size_t)n, stream);
     for (int t = 0; t < n; t++) mean += (double)sizes[t] / n;
-    double size = sqrt(mean) / (double)table->head.rms, gain = exp(end->control[0]);
-    uint64_t key = klt_message_key(message);
-    if (!(size > 0.0) || !isfinite(size)) {
-        klt_put_header((unsigned char *)out, table->head.version, size == 0.0 ? 0.0f : NAN);
-        return stream_check(stream) ? -1 : KLT_MESSAGE_HEADER;
-    }
-    for (int tries = 0; n_bytes < 0 && tries < 64 && !stream->failed; tries++, gain *= 2.0) {
-        double step = fixed ? size : (double)table->head.step * size * gain;
-        n_bytes = klt_code(end, &b, (float)step, size * gain * (double)table->head.rms, key, sizes, n,
-                           (unsigned char *)out, most, stream);
-    }
-    if (n_bytes < 0) return stream->failed ? -1 : error_set("klt: a message cannot be made small enough");
-    if (!fixed) klt_control(end, n_bytes, n);
-    return n_bytes;
+    m->coding = coding, m->sizes = sizes, m->H = H;
+    m->size = sqrt(mean) / (double)table->head.rms, m->gain = exp(end->control[0]);
+    m->whole = !(m->size > 0.0) || !isfinite(m->size);
+    if (!m->whole) klt_quantize_message(m, stream);
+    if (m->whole) klt_put_header(coding.bytes, table->head.version, m->size == 0.0 ? 0.0f : NAN);
+    return stream_check(stream);
 }
 
-// Where piece p of a message lies; the sizes add up to the message's.
-static inline int klt_open_piece(RansReader *r, const unsigned char *in, int n_pieces, int p) {
-    int64_t from = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces;
-    uint32_t size = 0;
-    for (int i = 0; i <= p; i++) from += size, memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * i, 4);
-    return rans_read_begin(r, in + from, size);
-}
-
-// Pieces p and, if there is one, p + 1. 0, or -1.
-static inline int klt_read_two(const KltTable *table, uint64_t key, int16_t *symbols, int16_t *scales, int n,
-                               const unsigned char *in, int p) {
-    int n_pieces = klt_pieces(n), n_readers = p + 1 < n_pieces ? 2 : 1;
-    RansReader readers[2];
-    for (int i = 0; i < n_readers; i++)
-        if (klt_open_piece(&readers[i], in, n_pieces, p + i)) return -1;
-    for (int t = 0; t < KLT_PIECE; t++) {
-        int tokens[2] = {p * KLT_PIECE + t, (p + 1) * KLT_PIECE + t}, follow[2] = {0, 0};
-        for (int i = 0; i < n_readers; i++)
-            follow[i] = tokens[i] < n && klt_read_scale(&readers[i], table, &scales[tokens[i]]);
-        if (follow[0] && follow[1]) {
-            klt_read_tokens(readers, table, key, tokens, scales, symbols);
-            continue;
-        }
-        for (int i = 0; i < n_readers; i++)
-            if (follow[i])
-                klt_read_token(&readers[i], table, key, tokens[i], scales[tokens[i]],
-                               symbols + (size_t)tokens[i] * (size_t)table->head.K);
+// After klt_coding_write of a message that is not whole: its bytes, and the controller moves; or -1. Where they are too
+// many the symbols are made and coded again.
+static inline int64_t klt_encode_end(KltEnd *end, KltSending *m, Stream *stream) {
+    KltCoding *c = &m->coding;
+    if (m->whole) return KLT_MESSAGE_HEADER;
+    for (int tries = 1; c->n_bytes < 0 && tries < 64 && !stream->failed; tries++) {
+        m->gain *= 2.0;
+        klt_quantize_message(m, stream);
+        if (stream_check(stream) == 0) klt_coding_write(c);
     }
-    int failed = 0;
-    for (int i = 0; i < n_readers; i++) failed |= rans_read_end(&readers[i]);
-    return failed;
+    if (stream_check(stream)) return -1;
+    if (c->n_bytes < 0) return error_set("klt: a message cannot be made small enough");
+    if (!(c->table->head.flags & KLT_FIXED)) klt_control(end, c->n_bytes, c->n);
+    return c->n_bytes;
 }
 
-// Symbols (n, K) and scales (n) of a message's pieces. 0, or -1: they are not what a sender writes.
-static inline int klt_read_pieces(const KltTable *table, uint64_t key, int16_t *symbols, int16_t *scales, int n,
-                                  const unsigned char *in, int64_t n_bytes, Stream *stream) {
-    int n_pieces = klt_pieces(n), failed = 0;
-    int64_t sum = KLT_MESSAGE_HEADER + 4 * (int64_t)n_pieces;
-    if (n_bytes < sum) return -1;
-    for (int p = 0; p < n_pieces; p++) {
-        uint32_t size;
-        memcpy(&size, in + KLT_MESSAGE_HEADER + 4 * p, 4);
-        sum += size;
-    }
-    if (sum != n_bytes) return -1;
-#pragma omp parallel for num_threads(stream->threads) reduction(| : failed)
-    for (int p = 0; p < n_pieces; p += 2) failed |= klt_read_two(table, key, symbols, scales, n, in, p);
-    return failed ? -1 : 0;
+// Writes x (n, H) as a message into out, and moves the controller: begin, write and end at once. Its bytes, or -1.
+static inline int64_t klt_encode(KltEnd *end, const KltMessage *message, const uint32_t *tokens, const floatX *x, int n,
+                                 int H, void *out, int64_t cap, Stream *stream) {
+    KltSending m;
+    memset(&m, 0, sizeof m);
+    if (klt_encode_begin(end, &m, (KltWork *)end->work, message, tokens, x, n, H, out, cap, stream)) return -1;
+    if (!m.whole) klt_coding_write(&m.coding);
+    return klt_encode_end(end, &m, stream);
 }
 
-// The symbols of a whole message. 0, or -1 with a message.
-static inline int klt_read(const KltTable *table, uint64_t key, int16_t *symbols, int16_t *scales, float *step, int n,
-                           const unsigned char *in, int64_t n_bytes, Stream *stream) {
+// A message of n tokens before it is read, `in` staying where it is and `own` being the message's until klt_decode_end.
+// 0, or -1 with a message: its header is none of this table.
+static inline int klt_decode_begin(const KltEnd *end, KltCoding *c, KltWork *own, const KltMessage *message,
+                                   const void *in, int64_t n_bytes, int n, int threads) {
+    const KltTable *table = end->table;
+    int K = table->head.K;
     uint32_t version;
+    float step;
     if (n_bytes < KLT_MESSAGE_HEADER) return error_set("klt: a message of %lld bytes", (long long)n_bytes);
     memcpy(&version, in, 4);
-    memcpy(step, in + 4, 4);
+    memcpy(&step, (const char *)in + 4, 4);
     if (version != table->head.version)
         return error_set("klt: a message of table %u where table %u is in use", version, table->head.version);
-    memset(symbols, 0, sizeof *symbols * (size_t)n * (size_t)table->head.K);
-    memset(scales, 0, sizeof *scales * (size_t)n);
-    if (n_bytes == KLT_MESSAGE_HEADER && (*step == 0.0f || isnan(*step))) return 0;
-    if (!(*step > 0.0f) || !isfinite(*step)) return error_set("klt: a message whose step is %g", (double)*step);
-    if (table->head.flags & KLT_FIXED) {
-        if (n_bytes != klt_fixed_bytes(table, n))
-            return error_set("klt: a message of %lld bytes where %lld are expected", (long long)n_bytes,
-                             (long long)klt_fixed_bytes(table, n));
-        klt_read_fixed(table, symbols, n, in);
-        return 0;
-    }
-    if (klt_read_pieces(table, key, symbols, scales, n, in, n_bytes, stream))
-        return error_set("klt: a message of %lld bytes is damaged", (long long)n_bytes);
+    if (n_bytes == KLT_MESSAGE_HEADER ? !(step == 0.0f || isnan(step)) : !(step > 0.0f) || !isfinite(step))
+        return error_set("klt: a message of %lld bytes whose step is %g", (long long)n_bytes, (double)step);
+    int16_t *symbols = (int16_t *)klt_host(own, klt_host_bytes(n, K, 0));
+    if (symbols == NULL) return -1;
+    KltCoding coding = {table,
+                        klt_message_key(message),
+                        n,
+                        threads,
+                        symbols,
+                        symbols + (size_t)n * (size_t)K,
+                        (unsigned char *)in,
+                        n_bytes,
+                        NULL,
+                        0,
+                        n_bytes,
+                        0};
+    *c = coding;
     return 0;
 }
 
-// x (n, H) = the message `in`. Returns 0, or -1 with x untouched: the bytes are not a message of this table (nothing
-// beyond n_bytes is read), no memory, or the stream has failed.
-static inline int klt_decode(const KltEnd *end, const KltMessage *message, const uint32_t *tokens, const void *in,
-                             int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
-    const KltTable *table = end->table;
-    int K = table->head.K;
-    size_t n_symbols = (size_t)n * (size_t)K;
-    float step = 0.0f;
-    uint64_t key = klt_message_key(message);
+// x (n, H) = the message that klt_coding_read has read. Returns 0, or -1 with x untouched: the bytes are not a message
+// of this table, no memory, or the stream has failed.
+static inline int klt_decode_end(const KltEnd *end, const KltCoding *c, const uint32_t *tokens, floatX *x, int H,
+                                 Stream *stream) {
+    const KltTable *table = c->table;
+    int n = c->n, K = table->head.K;
     KltBuffers b;
-    if (klt_has_inputs(end, tokens)) return -1;
-    int16_t *symbols = (int16_t *)klt_host((KltWork *)end->work, klt_host_bytes(n, K, 0));
-    if (symbols == NULL || klt_buffers(&b, (KltWork *)end->work, n, H, K)) return -1;
-    int16_t *scales = symbols + n_symbols;
-    if (klt_read(table, key, symbols, scales, &step, n, (const unsigned char *)in, n_bytes, stream)) return -1;
+    float step;
+    if (c->failed) return error_set("klt: a message of %lld bytes is damaged", (long long)c->n_bytes);
+    if (klt_has_inputs(end, tokens) || klt_buffers(&b, (KltWork *)end->work, (KltWork *)end->work, n, H, K)) return -1;
+    memcpy(&step, c->bytes + 4, 4);
     int silent = step == 0.0f && (table->head.flags & KLT_FIXED); // no level of a component need be 0
-    KltQuantizer q = klt_quantizer(table, step, key);
+    KltQuantizer q = klt_quantizer(table, step, c->key);
     if (silent) q.half = q.grid = NULL;
-    device_copy(b.symbols, symbols, sizeof *symbols * n_symbols, stream);
-    device_copy(b.scales, scales, sizeof *scales * (size_t)n, stream);
+    device_copy(b.symbols, c->symbols, sizeof *c->symbols * (size_t)n * (size_t)K, stream);
+    device_copy(b.scales, c->scales, sizeof *c->scales * (size_t)n, stream);
     klt_restore(b.projected, b.symbols, b.scales, q, n, stream);
-    const float *predicted = klt_predict(end, &b, tokens, n, H, symbols, stream);
+    const float *predicted = klt_predict(end, &b, tokens, n, H, c->symbols, stream);
     klt_product(b.centered, b.projected, table->dual, 1, n, H, K, stream);
     klt_place(x, b.centered, table->head.flags & KLT_OFFSET ? table->offset : NULL, predicted, b.kinds, n, H, stream);
     return stream_check(stream);
+}
+
+// x (n, H) = the message `in`: begin, read and end at once. Nothing beyond n_bytes is read.
+static inline int klt_decode(const KltEnd *end, const KltMessage *message, const uint32_t *tokens, const void *in,
+                             int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
+    KltCoding c;
+    memset(&c, 0, sizeof c);
+    if (klt_has_inputs(end, tokens)) return -1;
+    if (klt_decode_begin(end, &c, (KltWork *)end->work, message, in, n_bytes, n, stream->threads)) return -1;
+    klt_coding_read(&c);
+    return klt_decode_end(end, &c, tokens, x, H, stream);
 }

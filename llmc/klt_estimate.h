@@ -52,12 +52,12 @@ static inline KltMemory klt_memory_table(const KltHeader *head) {
 
 // What messages pass through whose tables keep at most so many components forward and backward.
 static inline KltMemory klt_memory_work(const KltShape *shape, int forward, int backward) {
-    int64_t n = shape->rows, rows = (n + 15) / 16 * 16;
     KltMemory most = {0, 0};
+    size_t n = (size_t)shape->rows;
     for (int d = 0; d < 2; d++) {
-        int64_t K = d == 0 ? forward : backward, narrow = (n * K + 15) / 16 * 16;
-        int64_t device = 4 * (2 * n * shape->H + narrow + 3 * rows) + 2 * (narrow + rows);
-        int64_t host = (int64_t)klt_host_bytes(shape->rows, (int)K, 4 * klt_most_bytes(shape->budget[d], shape->rows));
+        int K = d == 0 ? forward : backward;
+        int64_t device = (int64_t)(klt_wide_bytes(n, (size_t)shape->H) + klt_own_bytes(n, (size_t)K));
+        int64_t host = (int64_t)klt_host_bytes(shape->rows, K, 4 * klt_most_bytes(shape->budget[d], shape->rows));
         if (device > most.device) most.device = device;
         if (host > most.host) most.host = host;
     }
@@ -75,6 +75,17 @@ static inline KltMemory klt_memory_cells(const KltShape *shape, int K, int n_bou
     KltMemory bytes = klt_memory_work(shape, K, K), tables = klt_memory_tables(shape, K);
     bytes.device += 4 * (int64_t)shape->V * shape->H + n_boundaries * tables.device;
     bytes.host += n_boundaries * tables.host;
+    return bytes;
+}
+
+// What cells need besides so that the entropy coder has a thread of its own: each one message to write, two to read.
+static inline KltMemory klt_memory_overlap(const KltShape *shape, int n_cells, int64_t message_bytes) {
+    double budget = fmax(shape->budget[0], shape->budget[1]);
+    int64_t room = 4 * klt_most_bytes(budget, shape->rows);
+    KltMemory bytes = {(int64_t)klt_own_bytes((size_t)shape->rows, (size_t)shape->H),
+                       3 * message_bytes + (int64_t)(klt_host_bytes(shape->rows, shape->H, room) +
+                                                     2 * klt_host_bytes(shape->rows, shape->H, 0))};
+    bytes.device *= n_cells, bytes.host *= n_cells;
     return bytes;
 }
 

@@ -2,7 +2,7 @@
 // are the same where y is: the quantizer is one function. The entropy coder is the host's on both sides.
 // Must fail for: offset of the next row, a prediction that is added, draws of another token or component, weight left
 // out, the bits of K % 4 components.
-#include "../../llmc/klt_quantizer.h"
+#include "../../llmc/klt_coder.h"
 #include <stddef.h> // size_t
 
 namespace cpu {
@@ -111,8 +111,8 @@ static void klt_message_case(int stochastic, int fixed, int predicted) {
     float *device_embed = device_of_host(embed, V * H), *plain_e = device_nan<float>(n * H);
     klt_center(plain_e, device_e, NULL, NULL, NULL, n, H, test_stream);
     KltMoments moments, embedding;
-    KltWork work = {{NULL, 0}, NULL, 0};
-    cpu::KltWork cpu_work = {{NULL, 0}, NULL, 0};
+    KltWork work = {{NULL, 0}, {NULL, 0}, NULL, 0};
+    cpu::KltWork cpu_work = {{NULL, 0}, {NULL, 0}, NULL, 0};
     KltTable table, cpu_table;
     int64_t n_bytes = 0;
     KltSettings settings = {9, stochastic, fixed, 0.45f, 0.3, 1e-3, 40.0, 5, 1.0};

@@ -63,7 +63,7 @@ static inline unsigned char *fuzz_table(int H, int stochastic, int fixed, uint64
     KltSettings settings = {1, stochastic, fixed, 0.45f, 0.35, 1e-3, 3.0 * H, 5, 1.0};
     KltReport report;
     KltMoments moments, embedding;
-    KltWork work = {{NULL, 0}, NULL, 0};
+    KltWork work = {{NULL, 0}, {NULL, 0}, NULL, 0};
     Stream *stream = fuzz_stream();
     if (x == NULL || e == NULL || klt_moments_alloc(&moments, H, !stochastic, FUZZ_ROWS) ||
         klt_moments_alloc(&embedding, H, 0, 0))
