@@ -3,7 +3,7 @@
 // Must fail for: indices of another boundary, scale twice or never, K off by one, bf16 by truncation, scaled dense
 // values.
 #include "../../llmc/codec_end.h"
-#include "../../llmc/klt_quantizer.h"
+#include "../../llmc/klt_coder.h"
 #include <stddef.h> // size_t
 
 namespace cpu {
