@@ -267,15 +267,19 @@ static int klt_bench_coder(KltBench *bench, double budget, int n, unsigned char 
         KltSending sending;
         KltCoding arrived;
         double took;
+        memset(&sending, 0, sizeof sending);
+        memset(&arrived, 0, sizeof arrived);
         failed = klt_encode_begin(&end, &sending, &bench->work, &which, bench->tokens, bench->rows[d], n, bench->C,
                                   message, cap, stream);
+        if (failed) break;
         MEDIAN_SECONDS(&took, 9, klt_coding_write(&sending.coding));
         *writing += took;
-        failed = failed || sending.coding.n_bytes < 0 ||
+        failed = sending.coding.n_bytes < 0 ||
                  klt_decode_begin(&end, &arrived, &own, &which, message, sending.coding.n_bytes, n, stream->threads);
+        if (failed) break;
         MEDIAN_SECONDS(&took, 9, klt_coding_read(&arrived));
         *reading += took;
-        failed = failed || arrived.failed;
+        failed = arrived.failed;
     }
     klt_work_free(&own);
     return failed;
