@@ -6819,6 +6819,133 @@ static void test_codec_memory(void) {
     mesh_run_close(run);
 }
 
+// One cell's gradient is not finite: it alone keeps its weights and moments, and its next update is the one that it
+// would have made, by its own number. Must fail for: all cells that skip, bias corrections by the steps done.
+static void async_skip_case(void) {
+    enum { POISONED = 1, STEPS = 4 };
+    MeshRun *run = mesh_run_open(DEEP ASYNC "-y 3 --precision fp32");
+    Trainer *trainer = &run->trainer;
+    Stage *stage = &mesh_cell(&trainer->mesh, 0, POISONED)->stage, *other = &mesh_cell(&trainer->mesh, 0, 0)->stage;
+    size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
+    float *arenas[3] = {stage->params, stage->m, stage->v}, *kept[3], *expected[3];
+    StepResult result;
+    for (int step = 0; step < STEPS; step++) mesh_run_step(run);
+    for (int k = 0; k < 3; k++) {
+        kept[k] = (float *)malloc(n_bytes), expected[k] = (float *)malloc(n_bytes);
+        memcpy(kept[k], arenas[k], n_bytes);
+    }
+    float first = other->params[0], grad = stage->grads[7];
+    other->grads[0] = 1.0f; // of a token that the batch may lack
+    memset(&result, 0, sizeof result);
+    result.lr = 1e-2f;
+    stage->grads[7] = NAN;
+    update_cells(trainer, &result);
+    trainer->progress.step++;
+    check(result.skipped == 1 && !isfinite(result.grad_norm), "%d cells skipped", result.skipped);
+    for (int k = 0; k < 3; k++) check(memcmp(kept[k], arenas[k], n_bytes) == 0, "arena %d of the cell changed", k);
+    check(other->params[0] != first && isfinite(other->params[0]), "the others skipped too");
+    stage->grads[7] = grad;
+    AdamW adam = {0.9f, trainer->opts.beta2, trainer->opts.adam_eps};
+    stage_update(stage, adam, 1e-2f, trainer->opts.wd, stage_grad_norm(stage, trainer->stream), trainer->opts.clip,
+                 STEPS + 1, trainer->stream);
+    for (int k = 0; k < 3; k++) memcpy(expected[k], arenas[k], n_bytes), memcpy(arenas[k], kept[k], n_bytes);
+    memset(&result, 0, sizeof result);
+    result.lr = 1e-2f;
+    update_cells(trainer, &result);
+    check(result.skipped == 0 && trainer->progress.adam_steps == STEPS + 1, "%lld whole steps",
+          (long long)trainer->progress.adam_steps);
+    for (int k = 0; k < 3; k++) {
+        check(memcmp(expected[k], arenas[k], n_bytes) == 0, "arena %d: another update after the skipped one", k);
+        free(kept[k]);
+        free(expected[k]);
+    }
+    mesh_run_close(run);
+}
+
+// Saves DEEP's model, in layer 3 of which the backward overflows and nothing else does: up_proj gives zeros, and its
+// own gradient is the product of a norm of 1e10 and what comes back through a down_proj of 1e36.
+static void write_overflow(void) {
+    Stage stage;
+    Config config;
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    check(config_from_spec(&config, "d=24,layers=6,heads=4,kv=2,ffn=40,vocab=258,ctx=64") == 0 &&
+              stage_table(&stage, &config, 0, config.n_layers) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 &&
+              stage_alloc(&stage, stream) == 0,
+          "%s", error_message);
+    stage_init(&stage, 1);
+    LayerTensors *layer = &stage.p.layers[3];
+    int C = config.channels, F = config.ffn;
+    for (int i = 0; i < C; i++) layer->ffn_norm[i] = 1e10f;
+    for (int i = 0; i < F * C; i++) {
+        layer->gate_up[i] *= 1e-10f, layer->gate_up[F * C + i] = 0.0f;
+        layer->down[i] *= 1e38f;
+    }
+    json_t *side = tokenizer_byte_files();
+    check(model_save_native(&stage, ARENA_PARAMS, side, scratch_path("overflow.bin"), DTYPE_F32) == 0, "%s",
+          error_message);
+    json_decref(side);
+    stage_free(&stage);
+    stream_destroy(stream);
+}
+
+// 1 if a layer's q_proj is the same in two models.
+static int same_layer(const char *a, const char *b, int layer) {
+    const char *const paths[] = {a, b};
+    float *values[2];
+    int64_t n = 0;
+    char name[64];
+    snprintf(name, sizeof name, "model.layers.%d.self_attn.q_proj.weight", layer);
+    for (int i = 0; i < 2; i++) {
+        SafeTensors file;
+        if (!check(safetensors_open(&file, scratch_path(paths[i])) == 0, "%s", error_message)) exit(1);
+        values[i] = dump_values(&file, "", name, &n);
+        safetensors_close(&file);
+    }
+    int same = memcmp(values[0], values[1], sizeof(float) * (size_t)n) == 0;
+    free(values[0]);
+    free(values[1]);
+    return same;
+}
+
+#define OVERFLOW "-m @/overflow.bin -d @/corpus.jsonl -b 5 -t 16 -l 1e-2 --threads 2 --val-tokens 300 --wire fp32 -y 3 "
+
+// Gradients that are not finite in one stage of an asynchronous pipeline: it alone stands still, in every replica that
+// averages with it, resumed or not with the same bits; after 20 steps the run stops and says which. A synchronous one
+// leaves out all updates. Must fail for: bases or update numbers that a resumed run takes from the whole steps.
+static void test_async_skips(void) {
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    write_corpus();
+    async_skip_case();
+    write_overflow();
+    check_run(0, NULL, OVERFLOW "--schedule async --optimizer rotate -n 12 -o @/over", "in 1 of 3 cells");
+    check_run(0, NULL, OVERFLOW "--schedule async --optimizer rotate -n 12 -o @/over_parts --stop-after 5", "--resume");
+    check_run(0, NULL, "-o @/over_parts --resume --threads 1", "done: 12 steps");
+    check_same_latest("over", "over_parts", files, 2, "a stage that skips");
+    check(same_layer("overflow.bin", "over/latest/model.bin", 3) &&
+              !same_layer("overflow.bin", "over/latest/model.bin", 0) &&
+              !same_layer("overflow.bin", "over/latest/model.bin", 5),
+          "another stage than the second stood still");
+    json_t *steps = logged_steps("over"), *expected = json_pack("[i]", 1);
+    check(json_array_size(steps) == 12, "%zu steps", json_array_size(steps));
+    for (size_t i = 0; i < json_array_size(steps); i++)
+        check(json_equal(json_object_get(json_array_get(steps, i), "skipped"), expected), "step %zu: skipped", i + 1);
+    json_decref(steps);
+    json_decref(expected);
+    check_run(1, NULL, OVERFLOW "--schedule async -n 60 -o @/over_long",
+              "train: replica 0 stage 1: 20 steps in a row gave no finite gradient; stopped, step 20 is whole");
+    check_run(1, NULL, OVERFLOW "-n 60 -o @/over_sync", "train: 20 steps in a row gave no finite gradient; stopped");
+    check(same_layer("overflow.bin", "over_sync/latest/model.bin", 1), "a synchronous step of a part");
+    MeshRun *run = mesh_run_open(OVERFLOW "--schedule async -n 60 -x 2 --dp dense -o @/over_dense");
+    int64_t n;
+    for (int step = 0; step < 4; step++) mesh_run_step(run);
+    check(run->result.skipped == 2, "%d cells skipped", run->result.skipped);
+    float *a = replica_values(run, 0, ARENA_PARAMS, &n), *b = replica_values(run, 1, ARENA_PARAMS, &n);
+    check(memcmp(a, b, sizeof(float) * (size_t)n) == 0, "replicas that average every gradient drift apart");
+    free(a);
+    free(b);
+    mesh_run_close(run);
+}
+
 // The versions' memory is what the plan says, and the optimizer's as ever.
 static void test_async_memory(void) {
     write_corpus();
@@ -7262,6 +7389,7 @@ static const struct {
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
     {"async_steps", test_async_steps},
+    {"async_skips", test_async_skips},
     {"async_memory", test_async_memory},
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},

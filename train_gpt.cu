@@ -1407,6 +1407,8 @@ typedef struct {
     float *powersgd_q; // warm starts of the stage's matrices, one after the other; NULL unless replicas meet
     float grad_scale;  // 1 / targets that the step's loss counts
     double grad_norm, loss_sum;
+    int64_t updates;                           // of the weights so far
+    int skipped_in_a_row;                      // the last steps that gave no update
     int64_t forward_version, backward_version; // of the weights that the last micro-batch saw; asynchronous
     Clock clock;
     Flow flow;        // of an asynchronous pipeline
@@ -2849,7 +2851,7 @@ static void on_interrupt(int signal_number) {
 // Where a training stands; saved with every checkpoint.
 typedef struct {
     int64_t step;       // steps done
-    int64_t adam_steps; // of them, those that updated the weights
+    int64_t adam_steps; // of them, those that updated all weights
     int64_t samples;    // sequences taken from the data
     int64_t tokens;     // tokens trained on
     double elapsed;     // seconds, over all sessions of the run
@@ -3210,7 +3212,7 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
             const SafeTensor *tensor = state_tensor(&file, name, floats);
             result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
         }
-        stage->has_basis = trainer->progress.adam_steps > 0;
+        stage->has_basis = cell->updates > 0;
         floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
@@ -3465,19 +3467,23 @@ static int flow_from_json(Flow *flow, const json_t *saved, int64_t done) {
     return 0;
 }
 
-// What a cell has sent and its simulated time, for run.json.
+// How far a cell is: its updates, what it has sent and its simulated time, for run.json.
 static json_t *cell_to_json(const Cell *cell, int n_fragments) {
     const int64_t *total = cell->total.bytes;
     json_t *merge_at = json_array();
     for (int f = 0; f < n_fragments && cell->merge_at != NULL; f++)
         json_array_append_new(merge_at, json_real(cell->merge_at[f]));
-    return json_pack("{s:[I,I,I,I], s:f, s:f, s:o, s:o}", "sent", (json_int_t)total[0], (json_int_t)total[1],
-                     (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now, "uplink_free",
-                     cell->clock.uplink_free, "merge_at", merge_at, "flow", flow_to_json(&cell->flow));
+    return json_pack("{s:I, s:[I,I,I,I], s:f, s:f, s:o, s:o}", "updates", (json_int_t)cell->updates, "sent",
+                     (json_int_t)total[0], (json_int_t)total[1], (json_int_t)total[2], (json_int_t)total[3], "now",
+                     cell->clock.now, "uplink_free", cell->clock.uplink_free, "merge_at", merge_at, "flow",
+                     flow_to_json(&cell->flow));
 }
 
 static int cell_from_json(Cell *cell, const json_t *saved, int64_t done) {
     const json_t *sent = json_object_get(saved, "sent");
+    cell->updates = json_size(json_object_get(saved, "updates"));
+    if (cell->updates < 0 || cell->updates > done)
+        return error_set("--resume: run.json does not say how many updates a cell has made");
     for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
     cell->clock.now = json_number_value(json_object_get(saved, "now"));
     cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
@@ -3983,7 +3989,7 @@ static void next_batches(Trainer *trainer, Batch *batches) {
 typedef struct {
     double loss, grad_norm;
     float lr;
-    int skipped;   // loss or gradient was not finite: weights untouched
+    int skipped;   // cells that left their weights as they were: a loss or gradient was not finite
     int delivered; // the anchor's factors came at this step
     Sent sent;     // bytes of all cells, and the anchor's
     double
@@ -4350,37 +4356,46 @@ static void correct_cell(Trainer *trainer, Cell *cell) {
                                         : seconds() - start);
 }
 
-// The codec's bias, norms, filter and the optimizer's step of every cell, unless a gradient is not finite
-// anywhere. The norm told is the first replica's.
+// The codec's bias, norms, filter and the optimizer's step of every cell. The norm told is the first replica's.
+//
+// A loss or gradient that is not finite anywhere leaves out the updates of all cells of a synchronous step, which ends
+// in a flush and is over for all of them alike. The stages of an asynchronous pipeline are not at the same micro-batch:
+// when stage s of P finds out, the last one has made P-1-s updates more, this one among them. So each stage decides by
+// its own gradient and by nothing else; replicas that average every gradient find the same. A version of its weights is
+// then the same as the one before, so that delays stay as they are.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1 >= 0.0f ? opts->beta1 : optimizer_beta1((OptimizerKind)opts->optimizer), opts->beta2,
                   opts->adam_eps};
-    int filtered = is_filtered(trainer);
+    int filtered = is_filtered(trainer), finite = isfinite(result->loss);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
         if (is_corrected(trainer)) correct_cell(trainer, cell);
         cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
-        result->skipped |= !isfinite(cell->grad_norm);
+        finite = finite && isfinite(cell->grad_norm);
         if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
     }
     result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
-    if (result->skipped) return;
-    p->adam_steps++;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
         double start = seconds();
+        int skips = mesh->asynchronous ? !isfinite(cell->grad_norm) : !finite;
+        result->skipped += skips;
+        cell->skipped_in_a_row = skips ? cell->skipped_in_a_row + 1 : 0;
+        if (skips) continue;
+        cell->updates++;
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         float lr = optimizer_lr(cell->stage.optimizer.kind, result->lr, cell->stage.delay, p->step, trainer->n_steps);
-        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps, trainer->stream);
+        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, cell->updates, trainer->stream);
         if (cells_are_timed(mesh)) stream_wait(trainer->stream);
         double flops = update_flops(&cell->stage);
         if (filtered && opts->alpha != 1.0f) flops += filter_flops(&cell->stage, &trainer->anchor);
         cell_spend(mesh, cell, FLOW_UPDATE, mesh->device_flops > 0.0 ? flops / mesh->device_flops : seconds() - start);
     }
+    p->adam_steps += result->skipped == 0;
 }
 
 static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult *result, StepTimes *times) {
@@ -4407,7 +4422,6 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
     for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
-    result->skipped = !isfinite(result->loss);
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
     if (is_due(p->step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
     if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
@@ -4479,7 +4493,7 @@ static int print_sample(Trainer *trainer) {
     return result;
 }
 
-enum { MAX_SKIPPED = 20 }; // steps in a row without a finite gradient before the run gives up
+enum { MAX_SKIPPED = 20 }; // steps in a row without a cell's update before the run gives up
 
 // What is safe on the disk, in words.
 static const char *saved_text(const Run *run, char *text, size_t size) {
@@ -4490,11 +4504,32 @@ static const char *saved_text(const Run *run, char *text, size_t size) {
     return text;
 }
 
+// Says which step was not an update of all weights.
+static void print_skipped(Trainer *trainer, const StepResult *result) {
+    const Progress *p = &trainer->progress;
+    const Mesh *mesh = &trainer->mesh;
+    run_clear_line(&trainer->run);
+    if (mesh->asynchronous)
+        printf("step %lld: the gradient is not finite in %d of %d cells; their updates skipped", (long long)p->step,
+               result->skipped, mesh->n_replicas * mesh->n_stages);
+    else
+        printf("step %lld: loss or gradient is not finite; update skipped", (long long)p->step);
+    printf(" (%lld in all)\n", (long long)(p->step - p->adam_steps));
+}
+
+// The cell that has been without an update for too long, or NULL.
+static const Cell *stuck_cell(const Mesh *mesh) {
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+        if (mesh->cells[i].skipped_in_a_row >= MAX_SKIPPED) return &mesh->cells[i];
+    return NULL;
+}
+
 // Ends a run whose gradients stay infinite. The skipped updates left the weights as they were, so they are saved.
-static int give_up(Trainer *trainer) {
-    char text[64], reason[ERROR_MAX] = "";
+static int give_up(Trainer *trainer, const Cell *stuck) {
+    char text[64], who[64] = "", reason[ERROR_MAX] = "";
+    if (trainer->mesh.asynchronous) snprintf(who, sizeof who, "replica %d stage %d: ", stuck->replica, stuck->index);
     if (run_save(trainer)) snprintf(reason, sizeof reason, " (%.700s)", error_message);
-    return error_set("%d steps in a row gave no finite gradient; stopped, %s%.800s", MAX_SKIPPED,
+    return error_set("%s%d steps in a row gave no finite gradient; stopped, %s%.800s", who, MAX_SKIPPED,
                      saved_text(&trainer->run, text, sizeof text), reason);
 }
 
@@ -4519,6 +4554,16 @@ static json_t *versions_to_json(const Mesh *mesh) {
     return list;
 }
 
+// The cells that left out their update, as numbers in the order of the log's cells; of a synchronous step true, for
+// all.
+static json_t *skipped_to_json(const Mesh *mesh) {
+    if (!mesh->asynchronous) return json_true();
+    json_t *list = json_array();
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+        if (mesh->cells[i].skipped_in_a_row > 0) json_array_append_new(list, json_integer(i));
+    return list;
+}
+
 // A step's line in the log. Traffic in bytes: of all cells, and for each cell [forward, backward, dp, anchor].
 static json_t *step_to_json(Trainer *trainer, const StepResult *result, double tok_s) {
     const Progress *p = &trainer->progress;
@@ -4528,7 +4573,7 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_pack("{s:I, s:o, s:f, s:o, s:I, s:f, s:f}", "step", (json_int_t)p->step, "loss",
                   real_or_null(result->loss), "lr", (double)result->lr, "grad_norm", real_or_null(result->grad_norm),
                   "tokens", (json_int_t)p->tokens, "tok_s", tok_s, "elapsed", p->elapsed);
-    if (result->skipped) json_object_set_new(line, "skipped", json_true());
+    if (result->skipped > 0) json_object_set_new(line, "skipped", skipped_to_json(mesh));
     if (mesh->asynchronous) json_object_set_new(line, "versions", versions_to_json(mesh));
     if (result->delivered)
         json_object_set_new(line, "anchor",
@@ -4609,7 +4654,6 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
     Progress *p = &trainer->progress;
     Run *run = &trainer->run;
     int64_t stop = opts->stop_after > 0 && opts->stop_after < trainer->n_steps ? opts->stop_after : trainer->n_steps;
-    int skipped_in_a_row = 0;
     double val_loss, step_seconds = 0.0;
     char text[64], reason[ERROR_MAX];
     if (p->step == 0) {
@@ -4625,12 +4669,7 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
         p->elapsed += took;
         double tok_s = (double)step_tokens(trainer) / took;
         print_step(trainer, &result, tok_s, step_seconds);
-        skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        if (result.skipped) {
-            run_clear_line(run);
-            printf("step %lld: loss or gradient is not finite; update skipped (%lld in all)\n", (long long)p->step,
-                   (long long)(p->step - p->adam_steps));
-        }
+        if (result.skipped > 0) print_skipped(trainer, &result);
         json_t *line = step_to_json(trainer, &result, tok_s);
         if (is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) {
             if (validate(trainer, &val_loss)) return -1;
@@ -4638,7 +4677,8 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
             if (opts->probe > 0 && probe_validation(trainer, line)) return -1;
         }
         run_append(run, line);
-        if (skipped_in_a_row == MAX_SKIPPED) return give_up(trainer);
+        const Cell *stuck = stuck_cell(&trainer->mesh);
+        if (stuck != NULL) return give_up(trainer, stuck);
         if (is_due(p->step, opts->sample_every) && print_sample(trainer)) return -1;
         if (is_due(p->step, trainer->save_every) && p->step < stop && run_save(trainer)) {
             run_clear_line(run);
