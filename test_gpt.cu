@@ -6,6 +6,9 @@
 #define TESTING
 #include "train_gpt.cu"
 #include "dev/mask_golden.h"
+#ifndef DEVICE_CUDA
+#include "dev/bowl.h"
+#endif
 
 #include <sched.h>        // sched_yield
 #include <sys/resource.h> // setrlimit
@@ -2834,123 +2837,42 @@ static void test_muon_nesterov(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a delay does to optimizers
 
-// f(W) = 1/2 sum_ij h_i h_j (A W B^T)_ij^2 for W (SIDE,SIDE), curvatures h from 1 down to 0.01. With identities for the
-// orthonormal A and B the eigenvectors are W's axes; with others they are turned against them.
-enum { BOWL_SIDE = 16, BOWL_SIZE = BOWL_SIDE * BOWL_SIDE, BOWL_STEPS = 600, BOWL_DELAY = 7 };
-typedef struct {
-    double a[BOWL_SIZE], b[BOWL_SIZE];
-} Bowl;
-
-// Rows of q become orthonormal: the identity, or those of random numbers by Gram and Schmidt.
-static void bowl_basis(double *q, int seed, int turned) {
-    for (int i = 0; i < BOWL_SIDE; i++) {
-        double *row = q + (int64_t)i * BOWL_SIDE, length = 0.0;
-        for (int k = 0; k < BOWL_SIDE; k++)
-            row[k] = turned ? rand_uniform((uint64_t)seed, RAND_TEST, (uint64_t)(i * BOWL_SIDE + k)) - 0.5 : i == k;
-        for (int j = 0; j < i; j++) {
-            double dot = 0.0;
-            for (int k = 0; k < BOWL_SIDE; k++) dot += row[k] * q[j * BOWL_SIDE + k];
-            for (int k = 0; k < BOWL_SIDE; k++) row[k] -= dot * q[j * BOWL_SIDE + k];
-        }
-        for (int k = 0; k < BOWL_SIDE; k++) length += row[k] * row[k];
-        for (int k = 0; k < BOWL_SIDE; k++) row[k] /= sqrt(length);
-    }
-}
-
-// out = A x B^T, or back: A^T x B.
-static void bowl_turn(const Bowl *bowl, double *out, const double *x, int back) {
-    double half[BOWL_SIZE] = {0.0};
-    for (int i = 0; i < BOWL_SIDE; i++)
-        for (int k = 0; k < BOWL_SIDE; k++)
-            for (int j = 0; j < BOWL_SIDE; j++)
-                half[i * BOWL_SIDE + j] += bowl->a[back ? k * BOWL_SIDE + i : i * BOWL_SIDE + k] * x[k * BOWL_SIDE + j];
-    memset(out, 0, sizeof half);
-    for (int i = 0; i < BOWL_SIDE; i++)
-        for (int j = 0; j < BOWL_SIDE; j++)
-            for (int k = 0; k < BOWL_SIDE; k++)
-                out[i * BOWL_SIDE + j] +=
-                    half[i * BOWL_SIDE + k] * bowl->b[back ? k * BOWL_SIDE + j : j * BOWL_SIDE + k];
-}
-
-// f(w), and its gradient.
-static double bowl_loss(const Bowl *bowl, const float *w, float *grad) {
-    double x[BOWL_SIZE], y[BOWL_SIZE], loss = 0.0;
-    for (int i = 0; i < BOWL_SIZE; i++) x[i] = w[i];
-    bowl_turn(bowl, y, x, 0);
-    for (int i = 0; i < BOWL_SIZE; i++) {
-        double curvature = pow(10.0, -2.0 * (i / BOWL_SIDE + i % BOWL_SIDE) / (BOWL_SIDE - 1));
-        loss += 0.5 * curvature * y[i] * y[i];
-        y[i] *= curvature;
-    }
-    bowl_turn(bowl, x, y, 1);
-    for (int i = 0; i < BOWL_SIZE; i++) grad[i] = (float)x[i];
-    return loss;
-}
-
-// By what share of the first loss an optimizer ends, with gradients that are BOWL_DELAY updates old. From a point whose
-// components along the eigenvectors are all 1 or -1.
-static double bowl_descend(const Bowl *bowl, const Optimizer *optimizer, float lr, Stream *stream) {
-    enum { KEPT = BOWL_DELAY + 1 };
-    float *versions = (float *)calloc(KEPT * BOWL_SIZE, sizeof(float));
-    float *state = (float *)calloc(8 * BOWL_SIZE, sizeof(float)); // more than any rotation needs
-    float grad[BOWL_SIZE], m[BOWL_SIZE] = {0.0f}, v[BOWL_SIZE] = {0.0f};
-    double signs[BOWL_SIZE], start[BOWL_SIZE];
-    AdamW adam = {0.9f, 0.999f, 1e-8f};
-    for (int i = 0; i < BOWL_SIZE; i++) signs[i] = rand_uniform(5, RAND_TEST, (uint64_t)i) < 0.5f ? -1.0 : 1.0;
-    bowl_turn(bowl, start, signs, 1);
-    for (int i = 0; i < BOWL_SIZE; i++) versions[i] = (float)start[i];
-    double first = bowl_loss(bowl, versions, grad);
-    for (int step = 1; step <= BOWL_STEPS; step++) {
-        int seen = step - 1 > BOWL_DELAY ? step - 1 - BOWL_DELAY : 0;
-        float *now = versions + (step - 1) % KEPT * BOWL_SIZE, *next = versions + step % KEPT * BOWL_SIZE;
-        bowl_loss(bowl, versions + seen % KEPT * BOWL_SIZE, grad);
-        memcpy(next, now, sizeof grad);
-        float rate = lr_at(LR_COSINE, lr, 0.01f, step - 1, 10, BOWL_STEPS);
-        RotateRefresh refresh = step == 1 ? ROTATE_COLD : step % 10 == 0 ? ROTATE_WARM : ROTATE_KEEP;
-        if (optimizer->kind == OPTIMIZER_ROTATE)
-            rotate_update(next, grad, m, v, state, BOWL_SIDE, BOWL_SIDE, optimizer, refresh, adam, rate, 0.0f, 1.0f,
-                          step, stream);
-        else
-            adamw_update(next, grad, m, v, BOWL_SIZE, adam, rate, 0.0f, 1.0f, step, stream);
-    }
-    check(stream_check(stream) == 0, "%s", error_message);
-    double last = bowl_loss(bowl, versions + BOWL_STEPS % KEPT * BOWL_SIZE, grad);
-    free(versions);
-    free(state);
-    return last / first;
-}
-
-// Of the learning rates the best.
-static double bowl_best(const Bowl *bowl, const Optimizer *optimizer, Stream *stream) {
-    static const float rates[] = {0.003f, 0.01f, 0.03f, 0.1f};
-    double best = INFINITY;
-    for (int i = 0; i < 4; i++) best = fmin(best, bowl_descend(bowl, optimizer, rates[i], stream));
-    return best;
-}
-
 // The claim of [B] where nothing is random: under a delay of 7 updates AdamW ends at 6e-14 of the first loss if the
 // Hessian's eigenvectors are the axes, and at 2e-2 if they are not; (2nd, bi) finds them and ends at 1e-7 either way;
-// every rotation beats AdamW on the turned bowl. Must fail for: bases that stay at their first estimate.
+// every rotation beats AdamW on the turned bowl. At one learning rate AdamW goes straight down the leading eigenvectors
+// (travel 1.3), 30 times to and fro where they are turned, but 1.4 times without a delay; rotations go 6 to 17 times.
+// From one update to the next that hardly shows: swings are slow. Must fail for: bases that stay at their first
+// estimate, updates watched along other directions.
 static void test_delayed_bowl(void) {
     static const char *const names[] = {"(1st, uni)", "(1st, bi)", "(2nd, uni)", "(2nd, bi)"};
     Stream *stream = test_stream(PRECISION_FP32, 1);
     Bowl aligned, turned;
     Optimizer optimizer;
     double best = 0.0;
-    bowl_basis(aligned.a, 1, 0), bowl_basis(aligned.b, 2, 0);
-    bowl_basis(turned.a, 1, 1), bowl_basis(turned.b, 2, 1);
+    bowl_init(&aligned, 0), bowl_init(&turned, 1);
     memset(&optimizer, 0, sizeof optimizer);
-    double adamw_aligned = bowl_best(&aligned, &optimizer, stream),
-           adamw_turned = bowl_best(&turned, &optimizer, stream);
+    double adamw_aligned = bowl_best(&aligned, &optimizer, BOWL_DELAY, stream).loss,
+           adamw_turned = bowl_best(&turned, &optimizer, BOWL_DELAY, stream).loss;
     check(adamw_aligned < 1e-10 && adamw_turned > 5e-3, "AdamW: aligned %g, turned %g", adamw_aligned, adamw_turned);
+    BowlEnd straight = bowl_descend(&aligned, &optimizer, BOWL_LR, BOWL_DELAY, stream);
+    BowlEnd swinging = bowl_descend(&turned, &optimizer, BOWL_LR, BOWL_DELAY, stream);
+    BowlEnd prompt = bowl_descend(&turned, &optimizer, BOWL_LR, 0, stream);
+    check(straight.travel < 1.6 && prompt.travel < 1.6 && swinging.travel > 20.0,
+          "AdamW goes %g times the way if aligned, %g if turned, %g without a delay", straight.travel, swinging.travel,
+          prompt.travel);
+    check(swinging.flips < 0.05 && swinging.cosine > 0.95, "flips %g, cosine %g", swinging.flips, swinging.cosine);
     optimizer.kind = OPTIMIZER_ROTATE, optimizer.every = 10, optimizer.max_dim = 4096;
     for (int way = 0; way < 4; way++) {
         optimizer.source = (RotateSource)(way / 2), optimizer.geometry = (RotateGeometry)(way % 2);
-        best = bowl_best(&turned, &optimizer, stream);
+        best = bowl_best(&turned, &optimizer, BOWL_DELAY, stream).loss;
         check(best < 0.5 * adamw_turned, "%s: turned %g, AdamW %g", names[way], best, adamw_turned);
+        double travel = bowl_descend(&turned, &optimizer, BOWL_LR, BOWL_DELAY, stream).travel;
+        check(travel < 0.6 * swinging.travel && travel > straight.travel, "%s goes %g times the way", names[way],
+              travel);
     }
-    double best_aligned = bowl_best(&aligned, &optimizer, stream);
+    double best_aligned = bowl_best(&aligned, &optimizer, BOWL_DELAY, stream).loss;
     check(best < 1e-5 && best_aligned < 1e-5, "(2nd, bi): aligned %g, turned %g", best_aligned, best);
+    check(stream_check(stream) == 0, "%s", error_message);
     stream_destroy(stream);
 }
 
@@ -3258,6 +3180,7 @@ static void mesh_run_close(MeshRun *run) {
     device_free(run->probe.fast);
     device_free(run->probe.whole);
     anchor_stop(&run->trainer.anchor);
+    device_free(run->trainer.leading.directions);
     mesh_free(&run->trainer.mesh);
     json_decref(run->trainer.side_files);
     dataset_close(&run->trainer.data);
@@ -6505,6 +6428,23 @@ static void test_alignment_estimate(void) {
     free(rows);
 }
 
+// Flips, cosine and travel of coordinates by hand: two that go 0 1 3 2 2 and 5 5 7 9 5.
+static void test_oscillation(void) {
+    static const double at[5][2] = {{0, 5}, {1, 5}, {3, 7}, {2, 9}, {2, 5}};
+    Oscillation swing;
+    memset(&swing, 0, sizeof swing);
+    check(isnan(oscillation_flips(&swing)) && isnan(oscillation_cosine(&swing)) && isnan(oscillation_travel(&swing)),
+          "something of nothing");
+    for (int i = 0; i < 5; i++) oscillation_add(&swing, at[i], 2);
+    // updates (1,0) (2,2) (-1,2) (0,-4): signs that change: -1 after 2, -4 after 2
+    check_within(oscillation_flips(&swing), 2.0 / 6.0, 1e-12, "flips");
+    check_within(oscillation_cosine(&swing), (sqrt(0.5) + 2.0 / sqrt(40.0) - 2.0 / sqrt(5.0)) / 3.0, 1e-12, "cosine");
+    check_within(oscillation_travel(&swing), 12.0 / 2.0, 1e-12, "travel");
+    double still[2] = {2.0, 5.0};
+    oscillation_add(&swing, still, 2);
+    check(swing.pairs == 3, "a cosine of no update");
+}
+
 #ifndef DEVICE_CUDA // reads and writes the host's tensors
 typedef struct {
     MeshRun *run;
@@ -6608,6 +6548,60 @@ static void hessian_product(Hessian *h, int rotated) {
     free(expected);
 }
 
+// A model's block matrices of an arena's layout, as one vector; zero: whatever else there is must be zero.
+static void hessian_blocks(const Hessian *h, const float *from, int zero, double *to) {
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++)
+            for (int64_t j = 0; j < stage->tensors[i].n; j++) {
+                float value = from[stage->tensors[i].offset + j];
+                if (stage->tensors[i].block)
+                    *to++ = (double)value;
+                else
+                    check(!zero || value == 0.0f, "%s is not left out", stage->tensors[i].name);
+            }
+        from += stage->arena_floats;
+    }
+}
+
+// The leading directions are orthonormal, and H does nearly as much along them as along its largest eigenvectors.
+static void hessian_leading(const Hessian *h) {
+    int n = h->n;
+    float *both = (float *)malloc(sizeof(float) * (size_t)(n * n)), *vectors = guarded(n * n), *values = guarded(n);
+    double *v[LEADING], found = 0.0, largest[LEADING] = {0.0}, all = 0.0;
+    const float *from = h->run->trainer.leading.directions;
+    for (int k = 0; k < LEADING; k++, from += model_floats(mesh_model(&h->run->trainer.mesh, 0))) {
+        v[k] = (double *)malloc(sizeof(double) * (size_t)n);
+        hessian_blocks(h, from, 1, v[k]);
+        for (int j = 0; j <= k; j++) {
+            double dot = 0.0;
+            for (int i = 0; i < n; i++) dot += v[k][i] * v[j][i];
+            check(fabs(dot - (j == k)) < 1e-4, "directions %d and %d: %g", j, k, dot);
+        }
+        for (int i = 0; i < n; i++) {
+            double product = 0.0;
+            for (int j = 0; j < n; j++) product += h->H[(int64_t)i * n + j] * v[k][j];
+            found += product * product;
+        }
+    }
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++)
+            both[(int64_t)i * n + j] = (float)(0.5 * (h->H[(int64_t)i * n + j] + h->H[(int64_t)j * n + i]));
+    check(eigh(vectors, values, both, n, h->run->trainer.stream) == 0, "%s", error_message);
+    for (int i = 0; i < n; i++) {
+        double square = (double)values[i] * (double)values[i];
+        for (int k = 0; k < LEADING; k++) {
+            double less = fmin(square, largest[k]);
+            largest[k] = fmax(square, largest[k]), square = less;
+        }
+    }
+    for (int k = 0; k < LEADING; k++) all += largest[k], free(v[k]);
+    check(found > 0.95 * all && found < 1.01 * all, "squares of H along the directions: %g, the largest: %g", found,
+          all);
+    release(vectors, n * n, "eigenvectors");
+    release(values, n, "eigenvalues");
+    free(both);
+}
+
 // The measurement of a small run beside the whole Hessian by differences, in raw and rotated bases; nothing is changed
 // by it. Must fail for: v or Hv not turned, turned the wrong way, one-sided differences of twice the distance.
 static void test_alignment(void) {
@@ -6626,6 +6620,7 @@ static void test_alignment(void) {
     check(measure_alignment(&h.run->trainer, h.run->batches, &result) == 0, "%s", error_message);
     check(memcmp(params, model->params, n_bytes) == 0 && memcmp(grads, model->grads, n_bytes) == 0, "not put back");
     hessian_fill(&h);
+    hessian_leading(&h);
     double raw = hessian_sum(&h);
     hessian_product(&h, 0);
     hessian_rotate(&h);
@@ -6637,6 +6632,68 @@ static void test_alignment(void) {
     free(params);
     free(grads);
     free(h.H);
+    mesh_run_close(h.run);
+}
+
+// How updates swing is told of the weights that there are, of all stages of an asynchronous pipeline, along the
+// directions of the measurement before. Must fail for: older versions measured, a step that is not watched, directions
+// of now.
+static void test_alignment_swing(void) {
+    enum { EVERY = 5 };
+    write_corpus();
+    Hessian h = {mesh_run_open("--init d=8,layers=3,heads=2,kv=1,ffn=12,vocab=258,ctx=16 -d @/corpus.jsonl -b 4 -t 16 "
+                               "-l 3e-2 --precision fp32 --wire fp32 --threads 1 -y 3 -x 1 --optimizer rotate -n 40 "
+                               "--schedule async --measure-alignment 5"),
+                 3 * (8 * 8 * 2 + 2 * 4 * 8 + 3 * 8 * 12), NULL};
+    Trainer *trainer = &h.run->trainer;
+    Leading *leading = &trainer->leading;
+    const StepResult *result = &h.run->result;
+    int64_t n = model_floats(mesh_model(&trainer->mesh, 0));
+    double *weights = (double *)malloc(sizeof(double) * (size_t)h.n), *along = (double *)malloc(sizeof(double) * h.n);
+    Oscillation ours;
+    for (int step = 0; step < 2 * EVERY + 1; step++) {
+        double coordinates[2][LEADING] = {{0.0}};
+        float *params = (float *)malloc(sizeof(float) * (size_t)n), *at = params;
+        for (Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL;
+             at += stage->arena_floats, stage = stage->next)
+            memcpy(at, stage->params, sizeof(float) * (size_t)stage->arena_floats);
+        mesh_run_step(h.run);
+        if (step % EVERY == 0) {
+            check((result->swing.signs > 0) == (step > 0), "step %d: %lld signs", step, (long long)result->swing.signs);
+            if (step > 0)
+                check(ours.seen == EVERY + 1 && result->swing.seen == EVERY + 1 &&
+                          fabs(oscillation_travel(&ours) - oscillation_travel(&result->swing)) < 1e-3 &&
+                          fabs(oscillation_cosine(&ours) - oscillation_cosine(&result->swing)) < 1e-3,
+                      "step %d: cosine %g, travel %g; ours %g, %g", step, oscillation_cosine(&result->swing),
+                      oscillation_travel(&result->swing), oscillation_cosine(&ours), oscillation_travel(&ours));
+            memset(&ours, 0, sizeof ours);
+        }
+        for (int side = step % EVERY == 0 ? 0 : 1; side < 2; side++) { // before the update, after it
+            if (side == 1) {
+                at = params;
+                for (Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL;
+                     at += stage->arena_floats, stage = stage->next)
+                    memcpy(at, stage->params, sizeof(float) * (size_t)stage->arena_floats);
+            }
+            hessian_blocks(&h, params, 0, weights);
+            for (int k = 0; k < LEADING; k++) {
+                hessian_blocks(&h, leading->directions + k * n, 1, along);
+                for (int i = 0; i < h.n; i++) coordinates[side][k] += weights[i] * along[i];
+            }
+            oscillation_add(&ours, coordinates[side], LEADING);
+        }
+        free(params);
+    }
+    StepResult now, flushed; // the same as of a pipeline that no stage of runs ahead
+    memset(&now, 0, sizeof now), memset(&flushed, 0, sizeof flushed);
+    check(measure_alignment(trainer, h.run->batches, &now) == 0, "%s", error_message);
+    trainer->mesh.asynchronous = 0;
+    check(measure_alignment(trainer, h.run->batches, &flushed) == 0, "%s", error_message);
+    trainer->mesh.asynchronous = 1;
+    check(now.alignment[0] > 0.0 && memcmp(now.alignment, flushed.alignment, sizeof now.alignment) == 0,
+          "asynchronous %g, synchronous %g", now.alignment[0], flushed.alignment[0]);
+    free(weights);
+    free(along);
     mesh_run_close(h.run);
 }
 #endif
@@ -6686,6 +6743,18 @@ static void test_optimizer_runs(void) {
     check_run(0, NULL, DEEP "-n 4 --optimizer rotate --precision fp32 --measure-alignment 2 -o @/aligned", "done: 4");
     char *log = read_text("aligned/log.jsonl");
     check(strstr(log, "\"hessian_sizes\":{\"raw\":") != NULL && strstr(log, "\"rotated\":null}") != NULL, "%s", log);
+    free(log);
+    check_run(0, NULL,
+              DEEP "-n 6 -y 3 --schedule async --micro-batch 5 --wire fp32 --optimizer rotate --precision fp32 "
+                   "--measure-alignment 3 -o @/swings",
+              "done: 6");
+    check_run(0, NULL,
+              DEEP "-n 6 -y 3 --schedule async --micro-batch 5 --wire fp32 --optimizer rotate --precision fp32 "
+                   "-o @/unwatched",
+              "done: 6");
+    check_same_run("swings", "unwatched");
+    log = read_text("swings/log.jsonl");
+    check(strstr(log, "\"oscillation\":{\"flips\":") != NULL, "%s", log);
     free(log);
     check_run(1, NULL, DEEP "-n 2 -y 2 --measure-alignment 1 --precision fp32 -o @/refused", "give --wire fp32");
     if (device_has_bf16())
@@ -7393,6 +7462,7 @@ static const struct {
     {"async_memory", test_async_memory},
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},
+    {"alignment_swing", test_alignment_swing},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -7424,6 +7494,7 @@ static const struct {
     {"optimizer_rules", test_optimizer_rules},
     {"optimizer_runs", test_optimizer_runs},
     {"alignment_estimate", test_alignment_estimate},
+    {"oscillation", test_oscillation},
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
     {"bias_resume", test_bias_resume},

@@ -44,6 +44,7 @@
 #include "llmc/link.h"
 #include "llmc/model_file.h"
 #include "llmc/optimizer.h"
+#include "llmc/oscillation.h"
 #include "llmc/partition.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
@@ -204,7 +205,7 @@ static const Option option_table[] = {
 { "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
 { "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
-{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases; 0 = none" },
+{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases, and of how updates swing along its leading directions; 0 = none" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -2868,6 +2869,12 @@ typedef struct {
     int64_t saved_step; // newest checkpoint of this process, -1: none
 } Run;
 
+// Along what the loss curves most, as --measure-alignment has found it last, and how updates have swung there since.
+typedef struct {
+    float *directions; // (LEADING, a model's arenas) orthonormal, zero beside the block matrices; NULL: not found yet
+    Oscillation swing;
+} Leading;
+
 // Everything a training or an evaluation works with.
 typedef struct {
     Options opts;
@@ -2883,6 +2890,7 @@ typedef struct {
     Stream *stream;
     Run run;
     Progress progress;
+    Leading leading;
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
@@ -3995,6 +4003,7 @@ typedef struct {
     double
         probe[3]; // cosine of the fast gradient with the unmasked one: all, block matrices, filtered; NaN: not probed
     double alignment[2]; // sum of the Hessian's sizes, raw and in the rotated bases; NaN: not measured
+    Oscillation swing;   // of the updates since the last measurement; nothing seen: there was none
 } StepResult;
 
 // Whose weights the anchor follows: the merged ones, which reach it with every outer step, or those of the first
@@ -4165,6 +4174,9 @@ static int is_due(int64_t step, int64_t every) {
     return every > 0 && step % every == 0;
 }
 
+// Leading directions that are followed, and rounds of products that find them.
+enum { LEADING = 4, LEADING_ROUNDS = 8 };
+
 // Memory of a measurement: arenas of a model's stages, one after the other, and what has been found.
 typedef struct {
     float *start, *grads, *direction, *plus; // parameters and gradients to come back to; v, and gradients beyond it
@@ -4259,12 +4271,11 @@ static int alignment_gradients(Trainer *trainer, const Alignment *a, float dista
     return mesh_run(&trainer->mesh, 0, 1, &pass);
 }
 
-// rows of this draw = (gradients in plus - gradients now) / (2 distance), a sample of each block matrix.
+// rows of this draw = plus / (2 distance), a sample of each block matrix.
 static int alignment_take(Alignment *a, const Stage *model, int draw, int rotated, float distance, uint64_t seed) {
     float *row = a->rows + draw;
     int64_t at = 0;
     for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
-        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *t = &stage->tensors[i];
             float *difference = a->plus + at + t->offset;
@@ -4280,17 +4291,26 @@ static int alignment_take(Alignment *a, const Stage *model, int draw, int rotate
     return stream_check(model->stream);
 }
 
-// A draw's products with H into the rows: central differences of unmasked gradients, a hundredth of the weights' norm
-// to each side. Parameters are put back.
-static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
+// plus = 2 distance H v, v the direction: central differences of unmasked gradients. Parameters are put back.
+static int alignment_difference(Trainer *trainer, Alignment *a, float distance, const Batch *batches) {
     Stage *model = mesh_model(&trainer->mesh, 0);
-    uint64_t seed = (uint64_t)trainer->opts.seed;
-    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    int64_t at = 0;
     if (!isfinite(distance)) return error_set("--measure-alignment: the weights are not finite");
     if (alignment_gradients(trainer, a, distance, batches)) return -1;
     model_copy_grads(a->plus, model);
     if (alignment_gradients(trainer, a, -distance, batches)) return -1;
     alignment_put_params(model, a);
+    for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
+    return 0;
+}
+
+// A draw's products with H into the rows, by points a hundredth of the weights' norm away.
+static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    uint64_t seed = (uint64_t)trainer->opts.seed;
+    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    if (alignment_difference(trainer, a, distance, batches)) return -1;
     return alignment_take(a, model, draw, rotated, distance, seed);
 }
 
@@ -4312,16 +4332,86 @@ static int alignment_begin(Alignment *a, const Stage *model) {
     return 0;
 }
 
-// Both sums into the result, the second one once there are bases. Parameters and gradients are put back.
+// v (a model's arenas) = the block matrices of plus, less what `directions` (n_before) have of them, and of length 1.
+static void leading_take(Leading *leading, int n_before, const Alignment *a, const Stage *model) {
+    int64_t n = model_floats(model), at = 0;
+    float *v = leading->directions + n_before * n;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block)
+                device_copy(v + at + stage->tensors[i].offset, a->plus + at + stage->tensors[i].offset,
+                            sizeof(float) * (size_t)stage->tensors[i].n, stage->stream);
+    for (int k = 0; k < n_before; k++) {
+        const float *other = leading->directions + k * n;
+        vector_blend(v, other, 1.0f, -(float)vector_dot(v, other, n, model->stream), 1.0f, n, model->stream);
+    }
+    vector_scale(v, n, (float)(1.0 / sqrt(sum_of_squares(v, n, model->stream))), model->stream);
+}
+
+// Directions that come to span the leading eigenvectors of the Hessian: from random ones, rounds of products with it,
+// by points a thousandth of the weights' norm away, and of Gram and Schmidt. The same whatever was found before.
+static int leading_find(Trainer *trainer, Alignment *a, const Batch *batches) {
+    Leading *leading = &trainer->leading;
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    int64_t n = model_floats(model);
+    double weights = 0.0; // norm of the block matrices
+    if (leading->directions == NULL) leading->directions = (float *)device_alloc(sizeof(float) * LEADING * (size_t)n);
+    if (leading->directions == NULL) return -1;
+    for (int round = 0; round < LEADING_ROUNDS; round++) {
+        for (int k = 0; k < LEADING; k++) {
+            double length = 1.0;
+            if (round == 0) {
+                double share = alignment_draw(a, model, ALIGNMENT_DRAWS + k, 0, (uint64_t)trainer->opts.seed);
+                length = sqrt(sum_of_squares(a->direction, n, model->stream)), weights = length / share;
+            } else {
+                device_copy(a->direction, leading->directions + k * n, sizeof(float) * (size_t)n, model->stream);
+            }
+            if (alignment_difference(trainer, a, (float)(1e-3 * weights / length), batches)) return -1;
+            leading_take(leading, k, a, model);
+        }
+    }
+    return stream_check(model->stream);
+}
+
+// Notes where the first replica's weights are along the leading directions.
+static void leading_watch(Trainer *trainer) {
+    Leading *leading = &trainer->leading;
+    const Stage *model = mesh_model(&trainer->mesh, 0);
+    double coordinates[LEADING] = {0.0};
+    const float *along = leading->directions;
+    for (int k = 0; k < LEADING && along != NULL; k++)
+        for (const Stage *stage = model; stage != NULL; along += stage->arena_floats, stage = stage->next)
+            coordinates[k] += vector_dot(along, stage->params, stage->arena_floats, stage->stream);
+    if (along != NULL) oscillation_add(&leading->swing, coordinates, LEADING);
+}
+
+// 1 if all stages of a model have bases.
+static int model_has_basis(const Stage *model) {
+    int has = 1;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        has &= stage->rotation != NULL && stage->has_basis;
+    return has;
+}
+
+// Both sums into the result, the second one once there are bases; how updates have swung along the leading directions
+// found the last time; and those of now. Of the newest weights, as a synchronous pass sees them. Parameters and
+// gradients are put back.
 static int measure_alignment(Trainer *trainer, const Batch *batches, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
-    int has_basis = model->rotation != NULL && model->has_basis;
+    int asynchronous = trainer->mesh.asynchronous;
     Alignment a;
+    trainer->mesh.asynchronous = 0;
     int failed = alignment_begin(&a, model) || alignment_measure(trainer, &a, 0, batches, &result->alignment[0]) ||
-                 (has_basis && alignment_measure(trainer, &a, 1, batches, &result->alignment[1]));
+                 (model_has_basis(model) && alignment_measure(trainer, &a, 1, batches, &result->alignment[1])) ||
+                 leading_find(trainer, &a, batches);
+    trainer->mesh.asynchronous = asynchronous;
+    result->swing = trainer->leading.swing;
+    memset(&trainer->leading.swing, 0, sizeof trainer->leading.swing);
     if (!failed) model_put_grads(model, a.grads);
     alignment_free(&a);
-    return failed ? -1 : stream_check(trainer->stream);
+    if (failed) return -1;
+    leading_watch(trainer);
+    return stream_check(trainer->stream);
 }
 
 // Multiplications and additions of the filter over a stage's block matrices.
@@ -4434,6 +4524,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
         return -1;
+    leading_watch(trainer);
     for (int i = 0; i < n_cells; i++) {
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
             result->sent.bytes[k] += mesh->cells[i].step.bytes[k];
@@ -4589,6 +4680,11 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(
             line, "hessian_sizes",
             json_pack("{s:f, s:o}", "raw", result->alignment[0], "rotated", real_or_null(result->alignment[1])));
+    if (result->swing.signs > 0)
+        json_object_set_new(line, "oscillation",
+                            json_pack("{s:f, s:o, s:o}", "flips", oscillation_flips(&result->swing), "cosine",
+                                      real_or_null(oscillation_cosine(&result->swing)), "travel",
+                                      real_or_null(oscillation_travel(&result->swing))));
     if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
@@ -5180,6 +5276,7 @@ static int program(int argc, char **argv) {
         result = 1;
     }
     anchor_stop(&trainer.anchor);
+    device_free(trainer.leading.directions);
     mesh_free(&trainer.mesh);
     json_decref(trainer.side_files);
     dataset_close(&trainer.data);
