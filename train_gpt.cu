@@ -4450,9 +4450,9 @@ static void correct_cell(Trainer *trainer, Cell *cell) {
 //
 // A loss or gradient that is not finite anywhere leaves out the updates of all cells of a synchronous step, which ends
 // in a flush and is over for all of them alike. The stages of an asynchronous pipeline are not at the same micro-batch:
-// when stage s of P finds out, the last one has made P-1-s updates more, this one among them. So each stage decides by
-// its own gradient and by nothing else; replicas that average every gradient find the same. A version of its weights is
-// then the same as the one before, so that delays stay as they are.
+// when stage s of P finds out, the last one has updated by that one and by P-1-s more. So each stage decides by its own
+// gradient and by nothing else; replicas that average every gradient find the same. A version of its weights is then
+// the same as the one before, so that delays stay as they are.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;

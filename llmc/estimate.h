@@ -430,7 +430,7 @@ static inline int mesh_schedules_print(FILE *out, const MeshPlan *plan) {
         const CellEstimate *largest = e.cells;
         for (int s = 1; s < changed.stages; s++)
             if (e.cells[s].memory_bytes > largest->memory_bytes) largest = &e.cells[s];
-        fprintf(out, "  %-14s %13d %9.2g %9.0f %12.2f %14.2f\n", names[i], plan_micro_batches(&changed), e.step_s,
+        fprintf(out, "  %-14s %13d %9.2g %9.0f %12.3g %14.3g\n", names[i], plan_micro_batches(&changed), e.step_s,
                 e.tokens_per_s, 1e-9 * largest->memory_bytes, 1e-9 * largest->version_bytes);
         mesh_estimate_free(&e);
     }

@@ -4,7 +4,8 @@
 //   cosine   of successive updates, in those directions' space; the mean
 //   travel   the way that the coordinates have gone, over the way from where they began to where they are
 // Updates that jump over a valley and back flip each time, with a cosine of -1. Under a delay, with momentum, they
-// swing slowly, once in some seven delays: hardly a sign changes from one update to the next, and only the travel tells.
+// swing slowly, once in some seven delays: hardly a sign changes from one update to the next, and only the travel
+// tells.
 //
 //   Oscillation swing;  memset(&swing, 0, sizeof swing);
 //   oscillation_add(&swing, coordinates, n);  ... and after every update
