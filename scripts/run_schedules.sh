@@ -1,14 +1,14 @@
 #!/bin/sh
 # Synchronous or asynchronous, AdamW or rotated, whole boundaries or a twentieth of them: the base model on the medical
-# definitions, four stages, every run of as many tokens at the best of RATES ('3e-4 1e-3'). A step is 2 x 256 tokens, which an
+# definitions, four stages, every run of as many tokens at the best of RATES ('3e-4 1e-3 3e-3'). A step is 2 x 256 tokens, which an
 # asynchronous pipeline takes as one micro-batch; a synchronous one gets steps of 4 x 512 tokens beside it, and a quarter of
-# the updates, because it needs micro-batches to fill its stages. A minute a run on one core (`taskset -c 1`). STEPS (152), TAG
+# the updates, because it needs micro-batches to fill its stages. Half a minute to three a run on one core. STEPS (152), TAG
 # and ONLY as in scripts/study.sh.
 cd "$(dirname "$0")/.."
 study=schedules
 STEPS=${STEPS:-152} BATCH=${BATCH:-2}
 . scripts/study.sh
-for rate in ${RATES:-3e-4 1e-3}; do
+for rate in ${RATES:-3e-4 1e-3 3e-3}; do
     row() { # NAME OPTIONS...
         entry=$1
         shift
