@@ -25,9 +25,9 @@ ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
 endif
-HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/mask_golden.h
+HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
-SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
+SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bowl.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
     $(wildcard dev/fuzz/*)
 RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
 
@@ -119,6 +119,11 @@ build/bench: dev/bench.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function dev/bench.cu -o $@ $(LIBS)
 
+# The quadratic with a delay: scripts/run_thesis.sh.
+build/bowl: dev/bowl.cu $(HEADERS) Makefile
+	@mkdir -p build
+	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) dev/bowl.cu -o $@ $(LIBS)
+
 setup:
 	@scripts/setup.sh
 
@@ -175,7 +180,7 @@ plot:
 lint:
 	@scripts/setup.sh lint
 	clang-format --dry-run -Werror $(SOURCES)
-	for file in train_gpt.cu test_gpt.cu dev/bench.cu; do \
+	for file in train_gpt.cu test_gpt.cu dev/bench.cu dev/bowl.cu; do \
 	    $(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $$file -o /dev/null && \
 	    $(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file || exit 1; \
 	done

@@ -6,6 +6,9 @@
 #define TESTING
 #include "train_gpt.cu"
 #include "dev/mask_golden.h"
+#ifndef DEVICE_CUDA
+#include "dev/bowl.h"
+#endif
 
 #include <sched.h>        // sched_yield
 #include <sys/resource.h> // setrlimit
@@ -2834,123 +2837,42 @@ static void test_muon_nesterov(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a delay does to optimizers
 
-// f(W) = 1/2 sum_ij h_i h_j (A W B^T)_ij^2 for W (SIDE,SIDE), curvatures h from 1 down to 0.01. With identities for the
-// orthonormal A and B the eigenvectors are W's axes; with others they are turned against them.
-enum { BOWL_SIDE = 16, BOWL_SIZE = BOWL_SIDE * BOWL_SIDE, BOWL_STEPS = 600, BOWL_DELAY = 7 };
-typedef struct {
-    double a[BOWL_SIZE], b[BOWL_SIZE];
-} Bowl;
-
-// Rows of q become orthonormal: the identity, or those of random numbers by Gram and Schmidt.
-static void bowl_basis(double *q, int seed, int turned) {
-    for (int i = 0; i < BOWL_SIDE; i++) {
-        double *row = q + (int64_t)i * BOWL_SIDE, length = 0.0;
-        for (int k = 0; k < BOWL_SIDE; k++)
-            row[k] = turned ? rand_uniform((uint64_t)seed, RAND_TEST, (uint64_t)(i * BOWL_SIDE + k)) - 0.5 : i == k;
-        for (int j = 0; j < i; j++) {
-            double dot = 0.0;
-            for (int k = 0; k < BOWL_SIDE; k++) dot += row[k] * q[j * BOWL_SIDE + k];
-            for (int k = 0; k < BOWL_SIDE; k++) row[k] -= dot * q[j * BOWL_SIDE + k];
-        }
-        for (int k = 0; k < BOWL_SIDE; k++) length += row[k] * row[k];
-        for (int k = 0; k < BOWL_SIDE; k++) row[k] /= sqrt(length);
-    }
-}
-
-// out = A x B^T, or back: A^T x B.
-static void bowl_turn(const Bowl *bowl, double *out, const double *x, int back) {
-    double half[BOWL_SIZE] = {0.0};
-    for (int i = 0; i < BOWL_SIDE; i++)
-        for (int k = 0; k < BOWL_SIDE; k++)
-            for (int j = 0; j < BOWL_SIDE; j++)
-                half[i * BOWL_SIDE + j] += bowl->a[back ? k * BOWL_SIDE + i : i * BOWL_SIDE + k] * x[k * BOWL_SIDE + j];
-    memset(out, 0, sizeof half);
-    for (int i = 0; i < BOWL_SIDE; i++)
-        for (int j = 0; j < BOWL_SIDE; j++)
-            for (int k = 0; k < BOWL_SIDE; k++)
-                out[i * BOWL_SIDE + j] +=
-                    half[i * BOWL_SIDE + k] * bowl->b[back ? k * BOWL_SIDE + j : j * BOWL_SIDE + k];
-}
-
-// f(w), and its gradient.
-static double bowl_loss(const Bowl *bowl, const float *w, float *grad) {
-    double x[BOWL_SIZE], y[BOWL_SIZE], loss = 0.0;
-    for (int i = 0; i < BOWL_SIZE; i++) x[i] = w[i];
-    bowl_turn(bowl, y, x, 0);
-    for (int i = 0; i < BOWL_SIZE; i++) {
-        double curvature = pow(10.0, -2.0 * (i / BOWL_SIDE + i % BOWL_SIDE) / (BOWL_SIDE - 1));
-        loss += 0.5 * curvature * y[i] * y[i];
-        y[i] *= curvature;
-    }
-    bowl_turn(bowl, x, y, 1);
-    for (int i = 0; i < BOWL_SIZE; i++) grad[i] = (float)x[i];
-    return loss;
-}
-
-// By what share of the first loss an optimizer ends, with gradients that are BOWL_DELAY updates old. From a point whose
-// components along the eigenvectors are all 1 or -1.
-static double bowl_descend(const Bowl *bowl, const Optimizer *optimizer, float lr, Stream *stream) {
-    enum { KEPT = BOWL_DELAY + 1 };
-    float *versions = (float *)calloc(KEPT * BOWL_SIZE, sizeof(float));
-    float *state = (float *)calloc(8 * BOWL_SIZE, sizeof(float)); // more than any rotation needs
-    float grad[BOWL_SIZE], m[BOWL_SIZE] = {0.0f}, v[BOWL_SIZE] = {0.0f};
-    double signs[BOWL_SIZE], start[BOWL_SIZE];
-    AdamW adam = {0.9f, 0.999f, 1e-8f};
-    for (int i = 0; i < BOWL_SIZE; i++) signs[i] = rand_uniform(5, RAND_TEST, (uint64_t)i) < 0.5f ? -1.0 : 1.0;
-    bowl_turn(bowl, start, signs, 1);
-    for (int i = 0; i < BOWL_SIZE; i++) versions[i] = (float)start[i];
-    double first = bowl_loss(bowl, versions, grad);
-    for (int step = 1; step <= BOWL_STEPS; step++) {
-        int seen = step - 1 > BOWL_DELAY ? step - 1 - BOWL_DELAY : 0;
-        float *now = versions + (step - 1) % KEPT * BOWL_SIZE, *next = versions + step % KEPT * BOWL_SIZE;
-        bowl_loss(bowl, versions + seen % KEPT * BOWL_SIZE, grad);
-        memcpy(next, now, sizeof grad);
-        float rate = lr_at(LR_COSINE, lr, 0.01f, step - 1, 10, BOWL_STEPS);
-        RotateRefresh refresh = step == 1 ? ROTATE_COLD : step % 10 == 0 ? ROTATE_WARM : ROTATE_KEEP;
-        if (optimizer->kind == OPTIMIZER_ROTATE)
-            rotate_update(next, grad, m, v, state, BOWL_SIDE, BOWL_SIDE, optimizer, refresh, adam, rate, 0.0f, 1.0f,
-                          step, stream);
-        else
-            adamw_update(next, grad, m, v, BOWL_SIZE, adam, rate, 0.0f, 1.0f, step, stream);
-    }
-    check(stream_check(stream) == 0, "%s", error_message);
-    double last = bowl_loss(bowl, versions + BOWL_STEPS % KEPT * BOWL_SIZE, grad);
-    free(versions);
-    free(state);
-    return last / first;
-}
-
-// Of the learning rates the best.
-static double bowl_best(const Bowl *bowl, const Optimizer *optimizer, Stream *stream) {
-    static const float rates[] = {0.003f, 0.01f, 0.03f, 0.1f};
-    double best = INFINITY;
-    for (int i = 0; i < 4; i++) best = fmin(best, bowl_descend(bowl, optimizer, rates[i], stream));
-    return best;
-}
-
 // The claim of [B] where nothing is random: under a delay of 7 updates AdamW ends at 6e-14 of the first loss if the
 // Hessian's eigenvectors are the axes, and at 2e-2 if they are not; (2nd, bi) finds them and ends at 1e-7 either way;
-// every rotation beats AdamW on the turned bowl. Must fail for: bases that stay at their first estimate.
+// every rotation beats AdamW on the turned bowl. At one learning rate AdamW goes straight down the leading eigenvectors
+// (travel 1.3), 30 times to and fro where they are turned, but 1.4 times without a delay; rotations go 6 to 17 times.
+// From one update to the next that hardly shows: swings are slow. Must fail for: bases that stay at their first
+// estimate, updates watched along other directions.
 static void test_delayed_bowl(void) {
     static const char *const names[] = {"(1st, uni)", "(1st, bi)", "(2nd, uni)", "(2nd, bi)"};
     Stream *stream = test_stream(PRECISION_FP32, 1);
     Bowl aligned, turned;
     Optimizer optimizer;
     double best = 0.0;
-    bowl_basis(aligned.a, 1, 0), bowl_basis(aligned.b, 2, 0);
-    bowl_basis(turned.a, 1, 1), bowl_basis(turned.b, 2, 1);
+    bowl_init(&aligned, 0), bowl_init(&turned, 1);
     memset(&optimizer, 0, sizeof optimizer);
-    double adamw_aligned = bowl_best(&aligned, &optimizer, stream),
-           adamw_turned = bowl_best(&turned, &optimizer, stream);
+    double adamw_aligned = bowl_best(&aligned, &optimizer, BOWL_DELAY, stream).loss,
+           adamw_turned = bowl_best(&turned, &optimizer, BOWL_DELAY, stream).loss;
     check(adamw_aligned < 1e-10 && adamw_turned > 5e-3, "AdamW: aligned %g, turned %g", adamw_aligned, adamw_turned);
+    BowlEnd straight = bowl_descend(&aligned, &optimizer, BOWL_LR, BOWL_DELAY, stream);
+    BowlEnd swinging = bowl_descend(&turned, &optimizer, BOWL_LR, BOWL_DELAY, stream);
+    BowlEnd prompt = bowl_descend(&turned, &optimizer, BOWL_LR, 0, stream);
+    check(straight.travel < 1.6 && prompt.travel < 1.6 && swinging.travel > 20.0,
+          "AdamW goes %g times the way if aligned, %g if turned, %g without a delay", straight.travel, swinging.travel,
+          prompt.travel);
+    check(swinging.flips < 0.05 && swinging.cosine > 0.95, "flips %g, cosine %g", swinging.flips, swinging.cosine);
     optimizer.kind = OPTIMIZER_ROTATE, optimizer.every = 10, optimizer.max_dim = 4096;
     for (int way = 0; way < 4; way++) {
         optimizer.source = (RotateSource)(way / 2), optimizer.geometry = (RotateGeometry)(way % 2);
-        best = bowl_best(&turned, &optimizer, stream);
+        best = bowl_best(&turned, &optimizer, BOWL_DELAY, stream).loss;
         check(best < 0.5 * adamw_turned, "%s: turned %g, AdamW %g", names[way], best, adamw_turned);
+        double travel = bowl_descend(&turned, &optimizer, BOWL_LR, BOWL_DELAY, stream).travel;
+        check(travel < 0.6 * swinging.travel && travel > straight.travel, "%s goes %g times the way", names[way],
+              travel);
     }
-    double best_aligned = bowl_best(&aligned, &optimizer, stream);
+    double best_aligned = bowl_best(&aligned, &optimizer, BOWL_DELAY, stream).loss;
     check(best < 1e-5 && best_aligned < 1e-5, "(2nd, bi): aligned %g, turned %g", best_aligned, best);
+    check(stream_check(stream) == 0, "%s", error_message);
     stream_destroy(stream);
 }
 
@@ -3258,6 +3180,7 @@ static void mesh_run_close(MeshRun *run) {
     device_free(run->probe.fast);
     device_free(run->probe.whole);
     anchor_stop(&run->trainer.anchor);
+    device_free(run->trainer.leading.directions);
     mesh_free(&run->trainer.mesh);
     json_decref(run->trainer.side_files);
     dataset_close(&run->trainer.data);
@@ -5303,6 +5226,9 @@ static void test_estimate(void) {
             check((strstr(text, name) != NULL) == !(alone && mesh_variants[i].anchor), "%s in:\n%s", name, text);
         }
         check(strstr(text, "nan") == NULL && strstr(text, "inf ") == NULL, "%s", text);
+        check(strstr(text, "\n  synchronous               32 ") != NULL &&
+                  strstr(text, "\n  asynchronous               1 ") != NULL && strstr(text, "older weights") != NULL,
+              "no schedules in:\n%s", text);
     }
 }
 
@@ -6588,6 +6514,23 @@ static void test_alignment_estimate(void) {
     free(rows);
 }
 
+// Flips, cosine and travel of coordinates by hand: two that go 0 1 3 2 2 and 5 5 7 9 5.
+static void test_oscillation(void) {
+    static const double at[5][2] = {{0, 5}, {1, 5}, {3, 7}, {2, 9}, {2, 5}};
+    Oscillation swing;
+    memset(&swing, 0, sizeof swing);
+    check(isnan(oscillation_flips(&swing)) && isnan(oscillation_cosine(&swing)) && isnan(oscillation_travel(&swing)),
+          "something of nothing");
+    for (int i = 0; i < 5; i++) oscillation_add(&swing, at[i], 2);
+    // updates (1,0) (2,2) (-1,2) (0,-4): signs that change: -1 after 2, -4 after 2
+    check_within(oscillation_flips(&swing), 2.0 / 6.0, 1e-12, "flips");
+    check_within(oscillation_cosine(&swing), (sqrt(0.5) + 2.0 / sqrt(40.0) - 2.0 / sqrt(5.0)) / 3.0, 1e-12, "cosine");
+    check_within(oscillation_travel(&swing), 12.0 / 2.0, 1e-12, "travel");
+    double still[2] = {2.0, 5.0};
+    oscillation_add(&swing, still, 2);
+    check(swing.pairs == 3, "a cosine of no update");
+}
+
 #ifndef DEVICE_CUDA // reads and writes the host's tensors
 typedef struct {
     MeshRun *run;
@@ -6691,6 +6634,60 @@ static void hessian_product(Hessian *h, int rotated) {
     free(expected);
 }
 
+// A model's block matrices of an arena's layout, as one vector; zero: whatever else there is must be zero.
+static void hessian_blocks(const Hessian *h, const float *from, int zero, double *to) {
+    for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++)
+            for (int64_t j = 0; j < stage->tensors[i].n; j++) {
+                float value = from[stage->tensors[i].offset + j];
+                if (stage->tensors[i].block)
+                    *to++ = (double)value;
+                else
+                    check(!zero || value == 0.0f, "%s is not left out", stage->tensors[i].name);
+            }
+        from += stage->arena_floats;
+    }
+}
+
+// The leading directions are orthonormal, and H does nearly as much along them as along its largest eigenvectors.
+static void hessian_leading(const Hessian *h) {
+    int n = h->n;
+    float *both = (float *)malloc(sizeof(float) * (size_t)(n * n)), *vectors = guarded(n * n), *values = guarded(n);
+    double *v[LEADING], found = 0.0, largest[LEADING] = {0.0}, all = 0.0;
+    const float *from = h->run->trainer.leading.directions;
+    for (int k = 0; k < LEADING; k++, from += model_floats(mesh_model(&h->run->trainer.mesh, 0))) {
+        v[k] = (double *)malloc(sizeof(double) * (size_t)n);
+        hessian_blocks(h, from, 1, v[k]);
+        for (int j = 0; j <= k; j++) {
+            double dot = 0.0;
+            for (int i = 0; i < n; i++) dot += v[k][i] * v[j][i];
+            check(fabs(dot - (j == k)) < 1e-4, "directions %d and %d: %g", j, k, dot);
+        }
+        for (int i = 0; i < n; i++) {
+            double product = 0.0;
+            for (int j = 0; j < n; j++) product += h->H[(int64_t)i * n + j] * v[k][j];
+            found += product * product;
+        }
+    }
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++)
+            both[(int64_t)i * n + j] = (float)(0.5 * (h->H[(int64_t)i * n + j] + h->H[(int64_t)j * n + i]));
+    check(eigh(vectors, values, both, n, h->run->trainer.stream) == 0, "%s", error_message);
+    for (int i = 0; i < n; i++) {
+        double square = (double)values[i] * (double)values[i];
+        for (int k = 0; k < LEADING; k++) {
+            double less = fmin(square, largest[k]);
+            largest[k] = fmax(square, largest[k]), square = less;
+        }
+    }
+    for (int k = 0; k < LEADING; k++) all += largest[k], free(v[k]);
+    check(found > 0.95 * all && found < 1.01 * all, "squares of H along the directions: %g, the largest: %g", found,
+          all);
+    release(vectors, n * n, "eigenvectors");
+    release(values, n, "eigenvalues");
+    free(both);
+}
+
 // The measurement of a small run beside the whole Hessian by differences, in raw and rotated bases; nothing is changed
 // by it. Must fail for: v or Hv not turned, turned the wrong way, one-sided differences of twice the distance.
 static void test_alignment(void) {
@@ -6709,6 +6706,7 @@ static void test_alignment(void) {
     check(measure_alignment(&h.run->trainer, h.run->batches, &result) == 0, "%s", error_message);
     check(memcmp(params, model->params, n_bytes) == 0 && memcmp(grads, model->grads, n_bytes) == 0, "not put back");
     hessian_fill(&h);
+    hessian_leading(&h);
     double raw = hessian_sum(&h);
     hessian_product(&h, 0);
     hessian_rotate(&h);
@@ -6720,6 +6718,68 @@ static void test_alignment(void) {
     free(params);
     free(grads);
     free(h.H);
+    mesh_run_close(h.run);
+}
+
+// How updates swing is told of the weights that there are, of all stages of an asynchronous pipeline, along the
+// directions of the measurement before. Must fail for: older versions measured, a step that is not watched, directions
+// of now.
+static void test_alignment_swing(void) {
+    enum { EVERY = 5 };
+    write_corpus();
+    Hessian h = {mesh_run_open("--init d=8,layers=3,heads=2,kv=1,ffn=12,vocab=258,ctx=16 -d @/corpus.jsonl -b 4 -t 16 "
+                               "-l 3e-2 --precision fp32 --wire fp32 --threads 1 -y 3 -x 1 --optimizer rotate -n 40 "
+                               "--schedule async --measure-alignment 5"),
+                 3 * (8 * 8 * 2 + 2 * 4 * 8 + 3 * 8 * 12), NULL};
+    Trainer *trainer = &h.run->trainer;
+    Leading *leading = &trainer->leading;
+    const StepResult *result = &h.run->result;
+    int64_t n = model_floats(mesh_model(&trainer->mesh, 0));
+    double *weights = (double *)malloc(sizeof(double) * (size_t)h.n), *along = (double *)malloc(sizeof(double) * h.n);
+    Oscillation ours;
+    for (int step = 0; step < 2 * EVERY + 1; step++) {
+        double coordinates[2][LEADING] = {{0.0}};
+        float *params = (float *)malloc(sizeof(float) * (size_t)n), *at = params;
+        for (Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL;
+             at += stage->arena_floats, stage = stage->next)
+            memcpy(at, stage->params, sizeof(float) * (size_t)stage->arena_floats);
+        mesh_run_step(h.run);
+        if (step % EVERY == 0) {
+            check((result->swing.signs > 0) == (step > 0), "step %d: %lld signs", step, (long long)result->swing.signs);
+            if (step > 0)
+                check(ours.seen == EVERY + 1 && result->swing.seen == EVERY + 1 &&
+                          fabs(oscillation_travel(&ours) - oscillation_travel(&result->swing)) < 1e-3 &&
+                          fabs(oscillation_cosine(&ours) - oscillation_cosine(&result->swing)) < 1e-3,
+                      "step %d: cosine %g, travel %g; ours %g, %g", step, oscillation_cosine(&result->swing),
+                      oscillation_travel(&result->swing), oscillation_cosine(&ours), oscillation_travel(&ours));
+            memset(&ours, 0, sizeof ours);
+        }
+        for (int side = step % EVERY == 0 ? 0 : 1; side < 2; side++) { // before the update, after it
+            if (side == 1) {
+                at = params;
+                for (Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL;
+                     at += stage->arena_floats, stage = stage->next)
+                    memcpy(at, stage->params, sizeof(float) * (size_t)stage->arena_floats);
+            }
+            hessian_blocks(&h, params, 0, weights);
+            for (int k = 0; k < LEADING; k++) {
+                hessian_blocks(&h, leading->directions + k * n, 1, along);
+                for (int i = 0; i < h.n; i++) coordinates[side][k] += weights[i] * along[i];
+            }
+            oscillation_add(&ours, coordinates[side], LEADING);
+        }
+        free(params);
+    }
+    StepResult now, flushed; // the same as of a pipeline that no stage of runs ahead
+    memset(&now, 0, sizeof now), memset(&flushed, 0, sizeof flushed);
+    check(measure_alignment(trainer, h.run->batches, &now) == 0, "%s", error_message);
+    trainer->mesh.asynchronous = 0;
+    check(measure_alignment(trainer, h.run->batches, &flushed) == 0, "%s", error_message);
+    trainer->mesh.asynchronous = 1;
+    check(now.alignment[0] > 0.0 && memcmp(now.alignment, flushed.alignment, sizeof now.alignment) == 0,
+          "asynchronous %g, synchronous %g", now.alignment[0], flushed.alignment[0]);
+    free(weights);
+    free(along);
     mesh_run_close(h.run);
 }
 #endif
@@ -6769,6 +6829,18 @@ static void test_optimizer_runs(void) {
     check_run(0, NULL, DEEP "-n 4 --optimizer rotate --precision fp32 --measure-alignment 2 -o @/aligned", "done: 4");
     char *log = read_text("aligned/log.jsonl");
     check(strstr(log, "\"hessian_sizes\":{\"raw\":") != NULL && strstr(log, "\"rotated\":null}") != NULL, "%s", log);
+    free(log);
+    check_run(0, NULL,
+              DEEP "-n 6 -y 3 --schedule async --micro-batch 5 --wire fp32 --optimizer rotate --precision fp32 "
+                   "--measure-alignment 3 -o @/swings",
+              "done: 6");
+    check_run(0, NULL,
+              DEEP "-n 6 -y 3 --schedule async --micro-batch 5 --wire fp32 --optimizer rotate --precision fp32 "
+                   "-o @/unwatched",
+              "done: 6");
+    check_same_run("swings", "unwatched");
+    log = read_text("swings/log.jsonl");
+    check(strstr(log, "\"oscillation\":{\"flips\":") != NULL, "%s", log);
     free(log);
     check_run(1, NULL, DEEP "-n 2 -y 2 --measure-alignment 1 --precision fp32 -o @/refused", "give --wire fp32");
     if (device_has_bf16())
@@ -6915,6 +6987,133 @@ static void test_codec_memory(void) {
     trainer->data.train.n_windows = device_memory() / (4 * 2 * 16 * 24); // caches that leave room for nothing else
     check_error(mesh_fits(trainer), "codec", "caches as large as the memory");
     trainer->data.train.n_windows = windows;
+    mesh_run_close(run);
+}
+
+// One cell's gradient is not finite: it alone keeps its weights and moments, and its next update is the one that it
+// would have made, by its own number. Must fail for: all cells that skip, bias corrections by the steps done.
+static void async_skip_case(void) {
+    enum { POISONED = 1, STEPS = 4 };
+    MeshRun *run = mesh_run_open(DEEP ASYNC "-y 3 --precision fp32");
+    Trainer *trainer = &run->trainer;
+    Stage *stage = &mesh_cell(&trainer->mesh, 0, POISONED)->stage, *other = &mesh_cell(&trainer->mesh, 0, 0)->stage;
+    size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
+    float *arenas[3] = {stage->params, stage->m, stage->v}, *kept[3], *expected[3];
+    StepResult result;
+    for (int step = 0; step < STEPS; step++) mesh_run_step(run);
+    for (int k = 0; k < 3; k++) {
+        kept[k] = (float *)malloc(n_bytes), expected[k] = (float *)malloc(n_bytes);
+        memcpy(kept[k], arenas[k], n_bytes);
+    }
+    float first = other->params[0], grad = stage->grads[7];
+    other->grads[0] = 1.0f; // of a token that the batch may lack
+    memset(&result, 0, sizeof result);
+    result.lr = 1e-2f;
+    stage->grads[7] = NAN;
+    update_cells(trainer, &result);
+    trainer->progress.step++;
+    check(result.skipped == 1 && !isfinite(result.grad_norm), "%d cells skipped", result.skipped);
+    for (int k = 0; k < 3; k++) check(memcmp(kept[k], arenas[k], n_bytes) == 0, "arena %d of the cell changed", k);
+    check(other->params[0] != first && isfinite(other->params[0]), "the others skipped too");
+    stage->grads[7] = grad;
+    AdamW adam = {0.9f, trainer->opts.beta2, trainer->opts.adam_eps};
+    stage_update(stage, adam, 1e-2f, trainer->opts.wd, stage_grad_norm(stage, trainer->stream), trainer->opts.clip,
+                 STEPS + 1, trainer->stream);
+    for (int k = 0; k < 3; k++) memcpy(expected[k], arenas[k], n_bytes), memcpy(arenas[k], kept[k], n_bytes);
+    memset(&result, 0, sizeof result);
+    result.lr = 1e-2f;
+    update_cells(trainer, &result);
+    check(result.skipped == 0 && trainer->progress.adam_steps == STEPS + 1, "%lld whole steps",
+          (long long)trainer->progress.adam_steps);
+    for (int k = 0; k < 3; k++) {
+        check(memcmp(expected[k], arenas[k], n_bytes) == 0, "arena %d: another update after the skipped one", k);
+        free(kept[k]);
+        free(expected[k]);
+    }
+    mesh_run_close(run);
+}
+
+// Saves DEEP's model, in layer 3 of which the backward overflows and nothing else does: up_proj gives zeros, and its
+// own gradient is the product of a norm of 1e10 and what comes back through a down_proj of 1e36.
+static void write_overflow(void) {
+    Stage stage;
+    Config config;
+    Stream *stream = test_stream(PRECISION_FP32, 1);
+    check(config_from_spec(&config, "d=24,layers=6,heads=4,kv=2,ffn=40,vocab=258,ctx=64") == 0 &&
+              stage_table(&stage, &config, 0, config.n_layers) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 &&
+              stage_alloc(&stage, stream) == 0,
+          "%s", error_message);
+    stage_init(&stage, 1);
+    LayerTensors *layer = &stage.p.layers[3];
+    int C = config.channels, F = config.ffn;
+    for (int i = 0; i < C; i++) layer->ffn_norm[i] = 1e10f;
+    for (int i = 0; i < F * C; i++) {
+        layer->gate_up[i] *= 1e-10f, layer->gate_up[F * C + i] = 0.0f;
+        layer->down[i] *= 1e38f;
+    }
+    json_t *side = tokenizer_byte_files();
+    check(model_save_native(&stage, ARENA_PARAMS, side, scratch_path("overflow.bin"), DTYPE_F32) == 0, "%s",
+          error_message);
+    json_decref(side);
+    stage_free(&stage);
+    stream_destroy(stream);
+}
+
+// 1 if a layer's q_proj is the same in two models.
+static int same_layer(const char *a, const char *b, int layer) {
+    const char *const paths[] = {a, b};
+    float *values[2];
+    int64_t n = 0;
+    char name[64];
+    snprintf(name, sizeof name, "model.layers.%d.self_attn.q_proj.weight", layer);
+    for (int i = 0; i < 2; i++) {
+        SafeTensors file;
+        if (!check(safetensors_open(&file, scratch_path(paths[i])) == 0, "%s", error_message)) exit(1);
+        values[i] = dump_values(&file, "", name, &n);
+        safetensors_close(&file);
+    }
+    int same = memcmp(values[0], values[1], sizeof(float) * (size_t)n) == 0;
+    free(values[0]);
+    free(values[1]);
+    return same;
+}
+
+#define OVERFLOW "-m @/overflow.bin -d @/corpus.jsonl -b 5 -t 16 -l 1e-2 --threads 2 --val-tokens 300 --wire fp32 -y 3 "
+
+// Gradients that are not finite in one stage of an asynchronous pipeline: it alone stands still, in every replica that
+// averages with it, resumed or not with the same bits; after 20 steps the run stops and says which. A synchronous one
+// leaves out all updates. Must fail for: bases or update numbers that a resumed run takes from the whole steps.
+static void test_async_skips(void) {
+    static const char *const files[] = {"model.bin", "optimizer.bin"};
+    write_corpus();
+    async_skip_case();
+    write_overflow();
+    check_run(0, NULL, OVERFLOW "--schedule async --optimizer rotate -n 12 -o @/over", "in 1 of 3 cells");
+    check_run(0, NULL, OVERFLOW "--schedule async --optimizer rotate -n 12 -o @/over_parts --stop-after 5", "--resume");
+    check_run(0, NULL, "-o @/over_parts --resume --threads 1", "done: 12 steps");
+    check_same_latest("over", "over_parts", files, 2, "a stage that skips");
+    check(same_layer("overflow.bin", "over/latest/model.bin", 3) &&
+              !same_layer("overflow.bin", "over/latest/model.bin", 0) &&
+              !same_layer("overflow.bin", "over/latest/model.bin", 5),
+          "another stage than the second stood still");
+    json_t *steps = logged_steps("over"), *expected = json_pack("[i]", 1);
+    check(json_array_size(steps) == 12, "%zu steps", json_array_size(steps));
+    for (size_t i = 0; i < json_array_size(steps); i++)
+        check(json_equal(json_object_get(json_array_get(steps, i), "skipped"), expected), "step %zu: skipped", i + 1);
+    json_decref(steps);
+    json_decref(expected);
+    check_run(1, NULL, OVERFLOW "--schedule async -n 60 -o @/over_long",
+              "train: replica 0 stage 1: 20 steps in a row gave no finite gradient; stopped, step 20 is whole");
+    check_run(1, NULL, OVERFLOW "-n 60 -o @/over_sync", "train: 20 steps in a row gave no finite gradient; stopped");
+    check(same_layer("overflow.bin", "over_sync/latest/model.bin", 1), "a synchronous step of a part");
+    MeshRun *run = mesh_run_open(OVERFLOW "--schedule async -n 60 -x 2 --dp dense -o @/over_dense");
+    int64_t n;
+    for (int step = 0; step < 4; step++) mesh_run_step(run);
+    check(run->result.skipped == 2, "%d cells skipped", run->result.skipped);
+    float *a = replica_values(run, 0, ARENA_PARAMS, &n), *b = replica_values(run, 1, ARENA_PARAMS, &n);
+    check(memcmp(a, b, sizeof(float) * (size_t)n) == 0, "replicas that average every gradient drift apart");
+    free(a);
+    free(b);
     mesh_run_close(run);
 }
 
@@ -7130,6 +7329,53 @@ static void test_async_clock(void) {
     }
 }
 
+// Simulated seconds of a step once pipelines are full: the last of so many steps, or their mean where they overlap.
+static double simulated_step(const char *words, int steps, int overlap, MeshPlan *plan) {
+    MeshRun *run = mesh_run_open(words);
+    double before = 0.0;
+    for (int step = 0; step < 2 * steps; step++) {
+        if (step == (overlap ? steps : 2 * steps - 1)) before = mesh_now(&run->trainer.mesh);
+        mesh_run_step(run);
+    }
+    double took = mesh_now(&run->trainer.mesh) - before;
+    *plan = estimate_plan(&run->trainer);
+    mesh_run_close(run);
+    return overlap ? took / steps : took;
+}
+
+// What the plan says of both schedules, against runs' simulated clocks: steps of 8 micro-batches, and of one; with
+// messages that take half a second, and with none. Estimates take the slowest stage for all, at the pipeline's end.
+// Must fail for: messages of a synchronous step hidden, a bubble of the slowest stage for all, a step of other tokens.
+static void test_schedule_estimate(void) {
+    static const char *const links[] = {"", "--link-mbps 1 --link-ms 500"};
+    static const int stages[] = {2, 3, 6};
+    char words[512];
+    write_corpus();
+    for (int i = 0; i < 6; i++) {
+        int P = stages[i / 2], is_far = i % 2;
+        for (int asynchronous = 0; asynchronous < 2; asynchronous++) {
+            MeshPlan plan, other, changed;
+            MeshEstimate estimate, same;
+            snprintf(words, sizeof words, DEEP QUIET "-b %d --micro-batch 1 -y %d --device-tflops 2e-6 %s %s",
+                     asynchronous ? 1 : 8, P, links[is_far], asynchronous ? "--schedule async" : "");
+            double took = simulated_step(words, asynchronous ? 2 * P : 1, asynchronous, &plan);
+            if (!is_far) plan.link_mbps = 1e9;
+            changed = mesh_schedule_plan(&plan, asynchronous, 1);
+            if (!check(mesh_estimate(&estimate, &changed) == 0, "%s", error_message)) return;
+            check(took <= 1.02 * estimate.step_s && took >= (is_far ? 0.8 : 0.97) * estimate.step_s,
+                  "%d stages, async %d, far %d: %g s, estimated %g", P, asynchronous, is_far, took, estimate.step_s);
+            // the other schedule, and back from there
+            other = mesh_schedule_plan(&plan, !asynchronous, 1);
+            check(other.batch == (asynchronous ? P : 1) && other.asynchronous == !asynchronous, "a step of %d",
+                  other.batch);
+            other = mesh_schedule_plan(&other, asynchronous, 1), other.batch = changed.batch;
+            check(mesh_estimate(&same, &other) == 0 && same.step_s == estimate.step_s, "there and back");
+            mesh_estimate_free(&same);
+            mesh_estimate_free(&estimate);
+        }
+    }
+}
+
 // The versions that a run logs, by hand for four stages and the first eight micro-batches.
 static void check_logged_versions(const char *run, int stash) {
     static const int forward[8][4] = {{0, 0, 0, 0}, {0, 0, 0, 1}, {0, 0, 1, 2}, {0, 1, 2, 3},
@@ -7190,6 +7436,39 @@ static void test_async_runs(void) {
     check_run(0, NULL, DEEP ASYNC "-n 4 -y 3 --probe 2 -p 0.5 -x 2 --recompute -o @/probed", "done: 4 steps");
     check_run(0, NULL, DEEP ASYNC "-n 4 -y 3 -p 0.5 -x 2 -o @/unprobed", "done: 4 steps");
     check_same_latest("probed", "unprobed", files, 2, "a probe");
+}
+
+// Asynchronous pipelines with what else a run may have: compressed boundaries whose tables or masks go by the step, the
+// anchor that is ahead of some stages and behind others, rotated steps. The same bits resumed or not and on any number
+// of threads, and each part does something. Must fail for: bases, versions, tables or controllers forgotten by a
+// checkpoint.
+static void test_async_combined(void) {
+    static const char *const variants[] = {
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3",
+        "--codec klt -p 0.8 -x 2 -y 3 --anchor-delay 3 --optimizer rotate",
+        "-p 0.5 -x 2 -y 3 --anchor-delay 3 --optimizer rotate --rotate-every 3",
+        "-p 0.5 -x 2 -y 3 --anchor-delay 3 --alpha 1 --optimizer rotate --rotate-every 3",
+        "--codec klt -p 0.8 -x 3 -y 2 --anchor-delay 3 --local-steps 4 --anchor-use both --no-stash"};
+    static const char *const files[] = {"model.bin", "optimizer.bin", "anchor.bin"};
+    enum { VARIANTS = sizeof variants / sizeof *variants };
+    char words[512], command[1024], whole[32], parts[32], path[2][64];
+    write_corpus();
+    for (int i = 0; i < VARIANTS; i++) {
+        snprintf(words, sizeof words, ASYNC "-n 11 --wire bf16 --link-mbps 1 %s", variants[i]);
+        snprintf(whole, sizeof whole, "cw%d", i);
+        snprintf(parts, sizeof parts, "cp%d", i);
+        check_resumed(words, whole, parts);
+        check_same_latest(whole, parts, files, 3, variants[i]);
+        snprintf(command, sizeof command, DEEP "%s --device-tflops 1e-5 --threads 1 -o @/ct%d", words, i);
+        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(parts, sizeof parts, "ct%d", i);
+        check_same_latest(whole, parts, files, 3, "one thread");
+        for (int j = 0; j < i; j++) {
+            snprintf(path[0], sizeof path[0], "cw%d/latest/model.bin", i);
+            snprintf(path[1], sizeof path[1], "cw%d/latest/model.bin", j);
+            check(!same_file(path[0], path[1]), "%s gives the weights of %s", variants[i], variants[j]);
+        }
+    }
 }
 
 // Bytes that --dry-run estimates of tables and factors, against those of a run: a delivery to one replica. Must fail
@@ -7362,9 +7641,11 @@ static const struct {
     {"wire_feedback", test_wire_feedback},
     {"codec_memory", test_codec_memory},
     {"async_steps", test_async_steps},
+    {"async_skips", test_async_skips},
     {"async_memory", test_async_memory},
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},
+    {"alignment_swing", test_alignment_swing},
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},
@@ -7398,6 +7679,7 @@ static const struct {
     {"optimizer_rules", test_optimizer_rules},
     {"optimizer_runs", test_optimizer_runs},
     {"alignment_estimate", test_alignment_estimate},
+    {"oscillation", test_oscillation},
     {"klt_estimate", test_klt_estimate},
     {"codec_table", test_codec_table},
     {"bias_resume", test_bias_resume},
@@ -7416,7 +7698,9 @@ static const struct {
     {"versions", test_versions},
     {"flow", test_flow},
     {"async_clock", test_async_clock},
+    {"schedule_estimate", test_schedule_estimate},
     {"async_runs", test_async_runs},
+    {"async_combined", test_async_combined},
 };
 
 // What a run of all tests leaves out: in a build whose activations are bf16 much is not exact, and the emulator is

@@ -45,6 +45,7 @@
 #include "llmc/link.h"
 #include "llmc/model_file.h"
 #include "llmc/optimizer.h"
+#include "llmc/oscillation.h"
 #include "llmc/partition.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
@@ -206,7 +207,7 @@ static const Option option_table[] = {
 { "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
 { "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
-{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases; 0 = none" },
+{ "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases, and of how updates swing along its leading directions; 0 = none" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -1432,6 +1433,8 @@ typedef struct {
     float *powersgd_q; // warm starts of the stage's matrices, one after the other; NULL unless replicas meet
     float grad_scale;  // 1 / targets that the step's loss counts
     double grad_norm, loss_sum;
+    int64_t updates;                           // of the weights so far
+    int skipped_in_a_row;                      // the last steps that gave no update
     int64_t forward_version, backward_version; // of the weights that the last micro-batch saw; asynchronous
     Clock clock;
     Flow flow;        // of an asynchronous pipeline
@@ -3046,7 +3049,7 @@ static void on_interrupt(int signal_number) {
 // Where a training stands; saved with every checkpoint.
 typedef struct {
     int64_t step;       // steps done
-    int64_t adam_steps; // of them, those that updated the weights
+    int64_t adam_steps; // of them, those that updated all weights
     int64_t samples;    // sequences taken from the data
     int64_t tokens;     // tokens trained on
     double elapsed;     // seconds, over all sessions of the run
@@ -3063,6 +3066,12 @@ typedef struct {
     int64_t saved_step; // newest checkpoint of this process, -1: none
 } Run;
 
+// Along what the loss curves most, as --measure-alignment has found it last, and how updates have swung there since.
+typedef struct {
+    float *directions; // (LEADING, a model's arenas) orthonormal, zero beside the block matrices; NULL: not found yet
+    Oscillation swing;
+} Leading;
+
 // Everything a training or an evaluation works with.
 typedef struct {
     Options opts;
@@ -3078,6 +3087,7 @@ typedef struct {
     Stream *stream;
     Run run;
     Progress progress;
+    Leading leading;
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
@@ -3407,7 +3417,7 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
             const SafeTensor *tensor = state_tensor(&file, name, floats);
             result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
         }
-        stage->has_basis = trainer->progress.adam_steps > 0;
+        stage->has_basis = cell->updates > 0;
         floats = cell_powersgd_floats(trainer, cell);
         snprintf(name, sizeof name, "powersgd.%d", s);
         if (result != 0 || floats == 0) continue;
@@ -3662,19 +3672,23 @@ static int flow_from_json(Flow *flow, const json_t *saved, int64_t done) {
     return 0;
 }
 
-// What a cell has sent and its simulated time, for run.json.
+// How far a cell is: its updates, what it has sent and its simulated time, for run.json.
 static json_t *cell_to_json(const Cell *cell, int n_fragments) {
     const int64_t *total = cell->total.bytes;
     json_t *merge_at = json_array();
     for (int f = 0; f < n_fragments && cell->merge_at != NULL; f++)
         json_array_append_new(merge_at, json_real(cell->merge_at[f]));
-    return json_pack("{s:[I,I,I,I], s:f, s:f, s:o, s:o}", "sent", (json_int_t)total[0], (json_int_t)total[1],
-                     (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now, "uplink_free",
-                     cell->clock.uplink_free, "merge_at", merge_at, "flow", flow_to_json(&cell->flow));
+    return json_pack("{s:I, s:[I,I,I,I], s:f, s:f, s:o, s:o}", "updates", (json_int_t)cell->updates, "sent",
+                     (json_int_t)total[0], (json_int_t)total[1], (json_int_t)total[2], (json_int_t)total[3], "now",
+                     cell->clock.now, "uplink_free", cell->clock.uplink_free, "merge_at", merge_at, "flow",
+                     flow_to_json(&cell->flow));
 }
 
 static int cell_from_json(Cell *cell, const json_t *saved, int64_t done) {
     const json_t *sent = json_object_get(saved, "sent");
+    cell->updates = json_size(json_object_get(saved, "updates"));
+    if (cell->updates < 0 || cell->updates > done)
+        return error_set("--resume: run.json does not say how many updates a cell has made");
     for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
     cell->clock.now = json_number_value(json_object_get(saved, "now"));
     cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
@@ -4190,12 +4204,13 @@ static void next_batches(Trainer *trainer, Batch *batches) {
 typedef struct {
     double loss, grad_norm;
     float lr;
-    int skipped;   // loss or gradient was not finite: weights untouched
+    int skipped;   // cells that left their weights as they were: a loss or gradient was not finite
     int delivered; // the anchor's factors came at this step
     Sent sent;     // bytes of all cells, and the anchor's
     double
         probe[3]; // cosine of the fast gradient with the unmasked one: all, block matrices, filtered; NaN: not probed
     double alignment[2]; // sum of the Hessian's sizes, raw and in the rotated bases; NaN: not measured
+    Oscillation swing;   // of the updates since the last measurement; nothing seen: there was none
 } StepResult;
 
 // Whose weights the anchor follows: the merged ones, which reach it with every outer step, or those of the first
@@ -4366,6 +4381,9 @@ static int is_due(int64_t step, int64_t every) {
     return every > 0 && step % every == 0;
 }
 
+// Leading directions that are followed, and rounds of products that find them.
+enum { LEADING = 4, LEADING_ROUNDS = 8 };
+
 // Memory of a measurement: arenas of a model's stages, one after the other, and what has been found.
 typedef struct {
     float *start, *grads, *direction, *plus; // parameters and gradients to come back to; v, and gradients beyond it
@@ -4460,12 +4478,11 @@ static int alignment_gradients(Trainer *trainer, const Alignment *a, float dista
     return mesh_run(&trainer->mesh, 0, 1, &pass);
 }
 
-// rows of this draw = (gradients in plus - gradients now) / (2 distance), a sample of each block matrix.
+// rows of this draw = plus / (2 distance), a sample of each block matrix.
 static int alignment_take(Alignment *a, const Stage *model, int draw, int rotated, float distance, uint64_t seed) {
     float *row = a->rows + draw;
     int64_t at = 0;
     for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next) {
-        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *t = &stage->tensors[i];
             float *difference = a->plus + at + t->offset;
@@ -4481,17 +4498,26 @@ static int alignment_take(Alignment *a, const Stage *model, int draw, int rotate
     return stream_check(model->stream);
 }
 
-// A draw's products with H into the rows: central differences of unmasked gradients, a hundredth of the weights' norm
-// to each side. Parameters are put back.
-static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
+// plus = 2 distance H v, v the direction: central differences of unmasked gradients. Parameters are put back.
+static int alignment_difference(Trainer *trainer, Alignment *a, float distance, const Batch *batches) {
     Stage *model = mesh_model(&trainer->mesh, 0);
-    uint64_t seed = (uint64_t)trainer->opts.seed;
-    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    int64_t at = 0;
     if (!isfinite(distance)) return error_set("--measure-alignment: the weights are not finite");
     if (alignment_gradients(trainer, a, distance, batches)) return -1;
     model_copy_grads(a->plus, model);
     if (alignment_gradients(trainer, a, -distance, batches)) return -1;
     alignment_put_params(model, a);
+    for (Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        vector_subtract(a->plus + at, stage->grads, stage->arena_floats, stage->stream);
+    return 0;
+}
+
+// A draw's products with H into the rows, by points a hundredth of the weights' norm away.
+static int alignment_product(Trainer *trainer, Alignment *a, int draw, int rotated, const Batch *batches) {
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    uint64_t seed = (uint64_t)trainer->opts.seed;
+    float distance = (float)(1e-2 / alignment_draw(a, model, draw, rotated, seed));
+    if (alignment_difference(trainer, a, distance, batches)) return -1;
     return alignment_take(a, model, draw, rotated, distance, seed);
 }
 
@@ -4513,16 +4539,86 @@ static int alignment_begin(Alignment *a, const Stage *model) {
     return 0;
 }
 
-// Both sums into the result, the second one once there are bases. Parameters and gradients are put back.
+// v (a model's arenas) = the block matrices of plus, less what `directions` (n_before) have of them, and of length 1.
+static void leading_take(Leading *leading, int n_before, const Alignment *a, const Stage *model) {
+    int64_t n = model_floats(model), at = 0;
+    float *v = leading->directions + n_before * n;
+    for (const Stage *stage = model; stage != NULL; at += stage->arena_floats, stage = stage->next)
+        for (int i = 0; i < stage->n_tensors; i++)
+            if (stage->tensors[i].block)
+                device_copy(v + at + stage->tensors[i].offset, a->plus + at + stage->tensors[i].offset,
+                            sizeof(float) * (size_t)stage->tensors[i].n, stage->stream);
+    for (int k = 0; k < n_before; k++) {
+        const float *other = leading->directions + k * n;
+        vector_blend(v, other, 1.0f, -(float)vector_dot(v, other, n, model->stream), 1.0f, n, model->stream);
+    }
+    vector_scale(v, n, (float)(1.0 / sqrt(sum_of_squares(v, n, model->stream))), model->stream);
+}
+
+// Directions that come to span the leading eigenvectors of the Hessian: from random ones, rounds of products with it,
+// by points a thousandth of the weights' norm away, and of Gram and Schmidt. The same whatever was found before.
+static int leading_find(Trainer *trainer, Alignment *a, const Batch *batches) {
+    Leading *leading = &trainer->leading;
+    Stage *model = mesh_model(&trainer->mesh, 0);
+    int64_t n = model_floats(model);
+    double weights = 0.0; // norm of the block matrices
+    if (leading->directions == NULL) leading->directions = (float *)device_alloc(sizeof(float) * LEADING * (size_t)n);
+    if (leading->directions == NULL) return -1;
+    for (int round = 0; round < LEADING_ROUNDS; round++) {
+        for (int k = 0; k < LEADING; k++) {
+            double length = 1.0;
+            if (round == 0) {
+                double share = alignment_draw(a, model, ALIGNMENT_DRAWS + k, 0, (uint64_t)trainer->opts.seed);
+                length = sqrt(sum_of_squares(a->direction, n, model->stream)), weights = length / share;
+            } else {
+                device_copy(a->direction, leading->directions + k * n, sizeof(float) * (size_t)n, model->stream);
+            }
+            if (alignment_difference(trainer, a, (float)(1e-3 * weights / length), batches)) return -1;
+            leading_take(leading, k, a, model);
+        }
+    }
+    return stream_check(model->stream);
+}
+
+// Notes where the first replica's weights are along the leading directions.
+static void leading_watch(Trainer *trainer) {
+    Leading *leading = &trainer->leading;
+    const Stage *model = mesh_model(&trainer->mesh, 0);
+    double coordinates[LEADING] = {0.0};
+    const float *along = leading->directions;
+    for (int k = 0; k < LEADING && along != NULL; k++)
+        for (const Stage *stage = model; stage != NULL; along += stage->arena_floats, stage = stage->next)
+            coordinates[k] += vector_dot(along, stage->params, stage->arena_floats, stage->stream);
+    if (along != NULL) oscillation_add(&leading->swing, coordinates, LEADING);
+}
+
+// 1 if all stages of a model have bases.
+static int model_has_basis(const Stage *model) {
+    int has = 1;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next)
+        has &= stage->rotation != NULL && stage->has_basis;
+    return has;
+}
+
+// Both sums into the result, the second one once there are bases; how updates have swung along the leading directions
+// found the last time; and those of now. Of the newest weights, as a synchronous pass sees them. Parameters and
+// gradients are put back.
 static int measure_alignment(Trainer *trainer, const Batch *batches, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
-    int has_basis = model->rotation != NULL && model->has_basis;
+    int asynchronous = trainer->mesh.asynchronous;
     Alignment a;
+    trainer->mesh.asynchronous = 0;
     int failed = alignment_begin(&a, model) || alignment_measure(trainer, &a, 0, batches, &result->alignment[0]) ||
-                 (has_basis && alignment_measure(trainer, &a, 1, batches, &result->alignment[1]));
+                 (model_has_basis(model) && alignment_measure(trainer, &a, 1, batches, &result->alignment[1])) ||
+                 leading_find(trainer, &a, batches);
+    trainer->mesh.asynchronous = asynchronous;
+    result->swing = trainer->leading.swing;
+    memset(&trainer->leading.swing, 0, sizeof trainer->leading.swing);
     if (!failed) model_put_grads(model, a.grads);
     alignment_free(&a);
-    return failed ? -1 : stream_check(trainer->stream);
+    if (failed) return -1;
+    leading_watch(trainer);
+    return stream_check(trainer->stream);
 }
 
 // Multiplications and additions of the filter over a stage's block matrices.
@@ -4557,37 +4653,46 @@ static void correct_cell(Trainer *trainer, Cell *cell) {
                                         : seconds() - start);
 }
 
-// The codec's bias, norms, filter and the optimizer's step of every cell, unless a gradient is not finite
-// anywhere. The norm told is the first replica's.
+// The codec's bias, norms, filter and the optimizer's step of every cell. The norm told is the first replica's.
+//
+// A loss or gradient that is not finite anywhere leaves out the updates of all cells of a synchronous step, which ends
+// in a flush and is over for all of them alike. The stages of an asynchronous pipeline are not at the same micro-batch:
+// when stage s of P finds out, the last one has updated by that one and by P-1-s more. So each stage decides by its own
+// gradient and by nothing else; replicas that average every gradient find the same. A version of its weights is then
+// the same as the one before, so that delays stay as they are.
 static void update_cells(Trainer *trainer, StepResult *result) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1 >= 0.0f ? opts->beta1 : optimizer_beta1((OptimizerKind)opts->optimizer), opts->beta2,
                   opts->adam_eps};
-    int filtered = is_filtered(trainer);
+    int filtered = is_filtered(trainer), finite = isfinite(result->loss);
     double squares = 0.0;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
         if (is_corrected(trainer)) correct_cell(trainer, cell);
         cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
-        result->skipped |= !isfinite(cell->grad_norm);
+        finite = finite && isfinite(cell->grad_norm);
         if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
     }
     result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
-    if (result->skipped) return;
-    p->adam_steps++;
     for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
         Cell *cell = &mesh->cells[i];
         double start = seconds();
+        int skips = mesh->asynchronous ? !isfinite(cell->grad_norm) : !finite;
+        result->skipped += skips;
+        cell->skipped_in_a_row = skips ? cell->skipped_in_a_row + 1 : 0;
+        if (skips) continue;
+        cell->updates++;
         if (filtered) stage_filter(&cell->stage, &trainer->anchor, opts->alpha, trainer->stream);
         float lr = optimizer_lr(cell->stage.optimizer.kind, result->lr, cell->stage.delay, p->step, trainer->n_steps);
-        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, p->adam_steps, trainer->stream);
+        stage_update(&cell->stage, adam, lr, opts->wd, cell->grad_norm, opts->clip, cell->updates, trainer->stream);
         if (cells_are_timed(mesh)) stream_wait(trainer->stream);
         double flops = update_flops(&cell->stage);
         if (filtered && opts->alpha != 1.0f) flops += filter_flops(&cell->stage, &trainer->anchor);
         cell_spend(mesh, cell, FLOW_UPDATE, mesh->device_flops > 0.0 ? flops / mesh->device_flops : seconds() - start);
     }
+    p->adam_steps += result->skipped == 0;
 }
 
 static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult *result, StepTimes *times) {
@@ -4614,7 +4719,6 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
     for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
-    result->skipped = !isfinite(result->loss);
     if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
     if (is_due(p->step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
     if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
@@ -4627,6 +4731,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
         return -1;
+    leading_watch(trainer);
     for (int i = 0; i < n_cells; i++) {
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
             result->sent.bytes[k] += mesh->cells[i].step.bytes[k];
@@ -4686,7 +4791,7 @@ static int print_sample(Trainer *trainer) {
     return result;
 }
 
-enum { MAX_SKIPPED = 20 }; // steps in a row without a finite gradient before the run gives up
+enum { MAX_SKIPPED = 20 }; // steps in a row without a cell's update before the run gives up
 
 // What is safe on the disk, in words.
 static const char *saved_text(const Run *run, char *text, size_t size) {
@@ -4697,11 +4802,32 @@ static const char *saved_text(const Run *run, char *text, size_t size) {
     return text;
 }
 
+// Says which step was not an update of all weights.
+static void print_skipped(Trainer *trainer, const StepResult *result) {
+    const Progress *p = &trainer->progress;
+    const Mesh *mesh = &trainer->mesh;
+    run_clear_line(&trainer->run);
+    if (mesh->asynchronous)
+        printf("step %lld: the gradient is not finite in %d of %d cells; their updates skipped", (long long)p->step,
+               result->skipped, mesh->n_replicas * mesh->n_stages);
+    else
+        printf("step %lld: loss or gradient is not finite; update skipped", (long long)p->step);
+    printf(" (%lld in all)\n", (long long)(p->step - p->adam_steps));
+}
+
+// The cell that has been without an update for too long, or NULL.
+static const Cell *stuck_cell(const Mesh *mesh) {
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+        if (mesh->cells[i].skipped_in_a_row >= MAX_SKIPPED) return &mesh->cells[i];
+    return NULL;
+}
+
 // Ends a run whose gradients stay infinite. The skipped updates left the weights as they were, so they are saved.
-static int give_up(Trainer *trainer) {
-    char text[64], reason[ERROR_MAX] = "";
+static int give_up(Trainer *trainer, const Cell *stuck) {
+    char text[64], who[64] = "", reason[ERROR_MAX] = "";
+    if (trainer->mesh.asynchronous) snprintf(who, sizeof who, "replica %d stage %d: ", stuck->replica, stuck->index);
     if (run_save(trainer)) snprintf(reason, sizeof reason, " (%.700s)", error_message);
-    return error_set("%d steps in a row gave no finite gradient; stopped, %s%.800s", MAX_SKIPPED,
+    return error_set("%s%d steps in a row gave no finite gradient; stopped, %s%.800s", who, MAX_SKIPPED,
                      saved_text(&trainer->run, text, sizeof text), reason);
 }
 
@@ -4726,6 +4852,16 @@ static json_t *versions_to_json(const Mesh *mesh) {
     return list;
 }
 
+// The cells that left out their update, as numbers in the order of the log's cells; of a synchronous step true, for
+// all.
+static json_t *skipped_to_json(const Mesh *mesh) {
+    if (!mesh->asynchronous) return json_true();
+    json_t *list = json_array();
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+        if (mesh->cells[i].skipped_in_a_row > 0) json_array_append_new(list, json_integer(i));
+    return list;
+}
+
 // A step's line in the log. Traffic in bytes: of all cells, and for each cell [forward, backward, dp, anchor].
 static json_t *step_to_json(Trainer *trainer, const StepResult *result, double tok_s) {
     const Progress *p = &trainer->progress;
@@ -4735,7 +4871,7 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_pack("{s:I, s:o, s:f, s:o, s:I, s:f, s:f}", "step", (json_int_t)p->step, "loss",
                   real_or_null(result->loss), "lr", (double)result->lr, "grad_norm", real_or_null(result->grad_norm),
                   "tokens", (json_int_t)p->tokens, "tok_s", tok_s, "elapsed", p->elapsed);
-    if (result->skipped) json_object_set_new(line, "skipped", json_true());
+    if (result->skipped > 0) json_object_set_new(line, "skipped", skipped_to_json(mesh));
     if (mesh->asynchronous) json_object_set_new(line, "versions", versions_to_json(mesh));
     if (result->delivered)
         json_object_set_new(line, "anchor",
@@ -4751,6 +4887,11 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
         json_object_set_new(
             line, "hessian_sizes",
             json_pack("{s:f, s:o}", "raw", result->alignment[0], "rotated", real_or_null(result->alignment[1])));
+    if (result->swing.signs > 0)
+        json_object_set_new(line, "oscillation",
+                            json_pack("{s:f, s:o, s:o}", "flips", oscillation_flips(&result->swing), "cosine",
+                                      real_or_null(oscillation_cosine(&result->swing)), "travel",
+                                      real_or_null(oscillation_travel(&result->swing))));
     if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
@@ -4816,7 +4957,6 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
     Progress *p = &trainer->progress;
     Run *run = &trainer->run;
     int64_t stop = opts->stop_after > 0 && opts->stop_after < trainer->n_steps ? opts->stop_after : trainer->n_steps;
-    int skipped_in_a_row = 0;
     double val_loss, step_seconds = 0.0;
     char text[64], reason[ERROR_MAX];
     if (p->step == 0) {
@@ -4832,12 +4972,7 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
         p->elapsed += took;
         double tok_s = (double)step_tokens(trainer) / took;
         print_step(trainer, &result, tok_s, step_seconds);
-        skipped_in_a_row = result.skipped ? skipped_in_a_row + 1 : 0;
-        if (result.skipped) {
-            run_clear_line(run);
-            printf("step %lld: loss or gradient is not finite; update skipped (%lld in all)\n", (long long)p->step,
-                   (long long)(p->step - p->adam_steps));
-        }
+        if (result.skipped > 0) print_skipped(trainer, &result);
         json_t *line = step_to_json(trainer, &result, tok_s);
         if (is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) {
             if (validate(trainer, &val_loss)) return -1;
@@ -4845,7 +4980,8 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
             if (opts->probe > 0 && probe_validation(trainer, line)) return -1;
         }
         run_append(run, line);
-        if (skipped_in_a_row == MAX_SKIPPED) return give_up(trainer);
+        const Cell *stuck = stuck_cell(&trainer->mesh);
+        if (stuck != NULL) return give_up(trainer, stuck);
         if (is_due(p->step, opts->sample_every) && print_sample(trainer)) return -1;
         if (is_due(p->step, trainer->save_every) && p->step < stop && run_save(trainer)) {
             run_clear_line(run);
@@ -5348,6 +5484,7 @@ static int program(int argc, char **argv) {
         result = 1;
     }
     anchor_stop(&trainer.anchor);
+    device_free(trainer.leading.directions);
     mesh_free(&trainer.mesh);
     json_decref(trainer.side_files);
     dataset_close(&trainer.data);

@@ -6,11 +6,11 @@
 //   mesh_estimate_free(&estimate);
 //   if (mesh_estimate_print(stdout, &plan)) ...   // the plan's cells, and the variants of SPEC section 9 beside it
 //
-// A step is `batch` sequences of T tokens of each fast replica. A synchronous one has 1F1B's bubble. An asynchronous
-// one is a single micro-batch and has none, but each boundary's message and latency, there and back, holds the stages
-// up (flow.h), and with stashing a stage keeps its parameters once more for each stage behind it. Bytes a token are
-// what one cell sends (and as much is what it receives), over the tokens of its own replica; a figure without a stage
-// is the mean over a replica's Y cells.
+// A step is `batch` sequences of T tokens of each fast replica. A synchronous one has 1F1B's bubble; an asynchronous
+// one is a single micro-batch and has none, and with stashing a stage keeps its parameters once more for each stage
+// behind it. In both each boundary's message and latency, there and back, holds the stages up, which have only so many
+// micro-batches in flight (flow.h). Bytes a token are what one cell sends (and as much is what it receives), over the
+// tokens of its own replica; a figure without a stage is the mean over a replica's Y cells.
 //   boundary   wire*K forward and wire*K backward across each of the Y - 1 boundaries, K of C values survive the mask:
 //              2*wire*K*(Y - 1)/Y in the mean, 2*wire*K on a stage that has neighbours on both sides
 //   averaging  2*(n - 1)/n * wire * elements / tokens between averages, n fast replicas; a ring, and an owner that
@@ -30,7 +30,7 @@
 //                here     26.2k    6.2k     337      714      405
 //   tokens/s, paper        1.1k    3.6k   48.9k    27.8k    46.5k
 //             here, even   0.9k    3.0k   40.5k    26.5k    40.5k
-//             here, busy  0.65k    3.0k   40.3k    26.1k    40.3k
+//             here, busy  0.65k    3.0k   22.1k    17.0k    22.1k
 //
 // Tokens/s of the two rows that the link bounds: the published ones are 25 MB/s over the row's bytes/token, a mean over
 // the cells. Ours take the busiest uplink: of Dense the larger average (20.0 for 16.0 kB), and a boundary on both sides
@@ -40,7 +40,9 @@
 // average is 16.0 kB there, which fits the tied parameter count between 7 replicas: 2*(6/7)*2*1236M/4/65536 = 16.2 kB.
 // Ours is 20.0 kB because the head is a tensor of its own when Y > 1 (1498M parameters), and because without an anchor
 // all 8 replicas are fast. The anchor's factors at the default rank C/8 are 69 bytes in bf16 (paper: 76). M95 and
-// M95+AP are bounded by compute: 48.9k are 96 TFLOP/s a cell without a bubble; here it is 90, less a bubble of 9%.
+// M95+AP are bounded by compute: 48.9k are 96 TFLOP/s a cell without a bubble; here, even, it is 90 less a bubble of
+// 9%. Busy, their stages wait for 17 ms of message and 10 ms of latency beside the 50 ms that a micro-batch takes, half
+// of the time; the published system evidently keeps more in flight.
 #ifndef LLMC_ESTIMATE_H
 #define LLMC_ESTIMATE_H
 
@@ -263,39 +265,58 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
                          cell->outer_bytes + cell->factor_bytes + cell->codec_bytes + cell->act_bytes;
 }
 
-// Seconds of a step: `flops` and `bytes` a token of the cell that has the most. Computing and sending overlap, the
-// longer one sets the pace. The bubble is 1F1B's, (n_micro + Y - 1)/n_micro of the slowest stage. Latency counts once a
-// hop while the pipeline fills and drains; with more micro-batches in flight than stages the others hide it.
-static inline double plan_pass_s(const MeshPlan *plan, double flops, double bytes) {
-    double n_micro = plan_micro_batches(plan), hops = 2.0 * (plan->stages - 1);
-    double compute = plan_tokens(plan) * flops / (plan->device_tflops * 1e12) * (n_micro + plan->stages - 1) / n_micro;
-    double uplink = plan_tokens(plan) * bytes * 8.0 / (plan->link_mbps * 1e6);
-    return fmax(compute, uplink) + hops * plan->link_ms * 1e-3;
+// What decides how long a pass takes, a token: the busiest cell's arithmetic, a replica's, the busiest uplink's bytes,
+// and the values of a row that cross a boundary.
+typedef struct {
+    double flops, all_flops, bytes, values;
+    int hidden; // 1: messages are under way while stages compute, whatever their schedule
+} PassLoad;
+
+// Seconds that a boundary's message of one micro-batch takes.
+static inline double plan_hop_s(const MeshPlan *plan, const PassLoad *load) {
+    double rows = (double)plan->micro_batch * plan->T;
+    return rows * plan->wire_bytes * load->values * 8.0 / (plan->link_mbps * 1e6) + 1e-3 * plan->link_ms;
 }
 
-// The same of an asynchronous pipeline: no bubble, but a stage waits for the answers to the micro-batches that it may
-// have in flight, so that messages and latency of both ways are hidden only by the share 1/Y.
-static inline double plan_async_s(const MeshPlan *plan, double flops, double bytes) {
-    double tokens = plan_tokens(plan), rate = plan->link_mbps * 1e6 / 8.0, Y = plan->stages;
-    double message = tokens * plan->wire_bytes * mask_kept(plan->mask_rate, plan->config.channels) / rate;
-    double compute = tokens * flops / (plan->device_tflops * 1e12);
-    return fmax(compute + 2.0 * (message + 1e-3 * plan->link_ms) * (Y - 1.0) / Y, tokens * bytes / rate);
+// How long a stage waits for answers in the time of a micro-batch: 1F1B lets it have as many micro-batches in flight as
+// it takes stages to the end, so that messages of both ways are hidden by the share 1/Y only.
+static inline double plan_wait_s(const MeshPlan *plan, const PassLoad *load) {
+    return 2.0 * plan_hop_s(plan, load) * (plan->stages - 1.0) / plan->stages;
+}
+
+// Seconds of a step. Where messages can be hidden, computing and sending overlap and the longer one sets the pace. The
+// bubble is 1F1B's: all micro-batches pass the slowest stage, and one of them the others too. While the pipeline fills
+// and drains each hop is waited for; of hidden ones, and of those that keep the uplinks busy, only the latency.
+static inline double plan_pass_s(const MeshPlan *plan, const PassLoad *load) {
+    double tokens = plan_tokens(plan), first = (double)plan->micro_batch * plan->T, hops = 2.0 * (plan->stages - 1);
+    double flops = tokens * load->flops + first * (load->all_flops - load->flops),
+           latency = hops * 1e-3 * plan->link_ms;
+    double waits = hops * plan_hop_s(plan, load) + (plan_micro_batches(plan) - 1) * plan_wait_s(plan, load);
+    double compute = flops / (plan->device_tflops * 1e12) + (load->hidden ? latency : waits);
+    return fmax(compute, tokens * load->bytes * 8.0 / (plan->link_mbps * 1e6) + latency);
+}
+
+// The same of an asynchronous pipeline, which has no bubble.
+static inline double plan_async_s(const MeshPlan *plan, const PassLoad *load) {
+    double compute = plan_tokens(plan) * load->flops / (plan->device_tflops * 1e12);
+    return fmax(compute + plan_wait_s(plan, load), plan_tokens(plan) * load->bytes * 8.0 / (plan->link_mbps * 1e6));
 }
 
 // The same with what waits for the whole pass: a dense average has its first byte to send when the last micro-batch is
 // through, so it is added. late: what an anchor that is not ready makes the fast circuit wait for.
-static inline double plan_step_s(const MeshPlan *plan, double flops, double overlapped, double dense, double late) {
+static inline double plan_step_s(const MeshPlan *plan, const PassLoad *load, double dense, double late) {
     double added = dense > 0.0 ? plan_tokens(plan) * dense * 8.0 / (plan->link_mbps * 1e6) + 2e-3 * plan->link_ms : 0.0;
-    double pass = (plan->asynchronous ? plan_async_s : plan_pass_s)(plan, flops, overlapped);
+    double pass = (plan->asynchronous ? plan_async_s : plan_pass_s)(plan, load);
     return fmax(pass + added, late);
 }
 
 // Fills the estimate of a plan; mesh_estimate_free when done. Its step times:
 //   step_s       each cell's own layers, parameters and neighbours: what this mesh takes
-//   even_step_s  arithmetic, averaging and anchor traffic as if spread evenly over the stages, the boundary as it is.
-//                This is how the published rates read: masking gives 1.4x under a dense average, compressed averaging
-//                3.4x, both 46x (paper: 1.4, 3.3, 42). In our mesh the untied embedding makes stage 0's dense average
-//                half as long again (step_s: 1.2, 4.7, 62); with averaging compressed the two hardly differ.
+//   even_step_s  arithmetic, averaging and anchor traffic as if spread evenly over the stages, the boundary as it is; a
+//                synchronous step's messages are hidden. This is how the published rates read: masking gives 1.4x under
+//                a dense average, compressed averaging 3.4x, both 46x (paper: 1.4, 3.3, 42). In our mesh the untied
+//                embedding makes stage 0's dense average half as long again, and messages hold stages up (step_s: 1.2,
+//                4.7, 34).
 // The anchor's pass is one unmasked step of its circuit, of the same batch, and then the factors; the SVD's arithmetic
 // is not counted.
 // -1: a size or rate out of range, more stages than layers, no memory for the cells.
@@ -325,15 +346,19 @@ static inline int mesh_estimate(MeshEstimate *estimate, const MeshPlan *plan) {
     estimate->total_bytes = estimate->boundary_bytes + estimate->dp_bytes + estimate->anchor_bytes;
     double tokens = plan_tokens(plan), late = 0.0;
     if (plan_has_anchor(plan)) {
-        double unmasked = boundary_max / mask_kept(plan->mask_rate, plan->config.channels) * plan->config.channels;
+        double C = plan->config.channels, kept = mask_kept(plan->mask_rate, plan->config.channels);
+        PassLoad whole = {flops_max, flops_sum, boundary_max / kept * C, C, 0};
         double delivery = plan->anchor_delay * tokens * delivery_max * 8.0 / (plan->link_mbps * 1e6);
-        estimate->anchor_s = plan_pass_s(plan, flops_max, unmasked) + delivery + plan->link_ms * 1e-3;
+        estimate->anchor_s = plan_pass_s(plan, &whole) + delivery + plan->link_ms * 1e-3;
         late = estimate->anchor_s / plan->anchor_delay;
     }
     int is_dense = plan->dp == MESH_DP_DENSE;
-    double even = boundary_max + estimate->anchor_bytes + (is_dense ? 0.0 : estimate->dp_bytes);
-    estimate->step_s = plan_step_s(plan, flops_max, overlapped_max, dense_max, late);
-    estimate->even_step_s = plan_step_s(plan, flops_sum / Y, even, is_dense ? estimate->dp_bytes : 0.0, late);
+    double even_bytes = boundary_max + estimate->anchor_bytes + (is_dense ? 0.0 : estimate->dp_bytes);
+    double values = mask_kept(plan->mask_rate, plan->config.channels);
+    PassLoad busy = {flops_max, flops_sum, overlapped_max, values, 0};
+    PassLoad even = {flops_sum / Y, flops_sum, even_bytes, values, 1};
+    estimate->step_s = plan_step_s(plan, &busy, dense_max, late);
+    estimate->even_step_s = plan_step_s(plan, &even, is_dense ? estimate->dp_bytes : 0.0, late);
     estimate->tokens_per_s = estimate->n_fast * tokens / estimate->step_s;
     estimate->even_tokens_per_s = estimate->n_fast * tokens / estimate->even_step_s;
     return 0;
@@ -378,7 +403,42 @@ static inline void mesh_estimate_row(FILE *out, const char *name, const MeshPlan
         fprintf(out, "%6s\n", "-");
 }
 
-// Prints the plan's cells, and the plan beside the variants on the same machines. The columns:
+// The plan under the other schedule, or its own: an asynchronous pipeline updates after each micro-batch, so its step
+// is one; a synchronous one needs some to fill its stages, and where the plan is asynchronous its step has one for each
+// stage. As many tokens pass between averages and between the anchor's deliveries.
+static inline MeshPlan mesh_schedule_plan(const MeshPlan *plan, int asynchronous, int stash) {
+    MeshPlan changed = *plan;
+    changed.asynchronous = asynchronous, changed.stash = asynchronous && stash;
+    if (asynchronous == plan->asynchronous) return changed;
+    int more = asynchronous ? plan_micro_batches(plan) : 1, fewer = asynchronous ? 1 : plan->stages;
+    changed.batch = asynchronous ? plan->micro_batch : plan->micro_batch * fewer;
+    changed.local_steps = plan->local_steps * more / fewer > 1 ? plan->local_steps * more / fewer : 1;
+    changed.anchor_delay = plan->anchor_delay * more / fewer > 1 ? plan->anchor_delay * more / fewer : 1;
+    return changed;
+}
+
+// A row of each schedule: tokens/s of all fast replicas, and memory of the cell that takes the most, in GB, of it the
+// stashed parameters.
+static inline int mesh_schedules_print(FILE *out, const MeshPlan *plan) {
+    static const char *const names[] = {"synchronous", "asynchronous", "  --no-stash"};
+    fprintf(out, "  %-14s %13s %9s %9s %12s %14s\n", "schedule", "micro-batches", "step, s", "tokens/s", "GB, largest",
+            "older weights");
+    for (int i = 0; i < 3; i++) {
+        MeshPlan changed = mesh_schedule_plan(plan, i > 0, i == 1);
+        MeshEstimate e;
+        if (mesh_estimate(&e, &changed)) return -1;
+        const CellEstimate *largest = e.cells;
+        for (int s = 1; s < changed.stages; s++)
+            if (e.cells[s].memory_bytes > largest->memory_bytes) largest = &e.cells[s];
+        fprintf(out, "  %-14s %13d %9.2g %9.0f %12.3g %14.3g\n", names[i], plan_micro_batches(&changed), e.step_s,
+                e.tokens_per_s, 1e-9 * largest->memory_bytes, 1e-9 * largest->version_bytes);
+        mesh_estimate_free(&e);
+    }
+    return 0;
+}
+
+// Prints the plan's cells, the plan beside the variants on the same machines, and beside the other schedule. The
+// columns:
 //   weights   parameters, older versions of them, gradients, moments, DiLoCo's outer state, the anchor's factors and
 //   klt's tables, in GB acts      activations of the micro-batches in flight, in GB anchor's  all that the anchor
 //   circuit's cell of this stage needs, in GB tokens/s  of all fast replicas; `if even` with the load spread evenly
@@ -415,7 +475,7 @@ static inline int mesh_estimate_print(FILE *out, const MeshPlan *plan) {
         mesh_estimate_row(out, mesh_variants[i].name, &changed, &estimate);
         mesh_estimate_free(&estimate);
     }
-    return 0;
+    return plan->stages > 1 ? mesh_schedules_print(out, plan) : 0;
 }
 
 #endif
