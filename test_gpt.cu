@@ -6731,8 +6731,7 @@ static void test_optimizer_memory(void) {
         for (int64_t i = 0; i < stage.arena_floats; i++) stage.grads[i] = 1e-3f * (float)(i % 37 - 18);
         for (int step = 1; step <= 3; step++) stage_update(&stage, adam, 1e-3f, 0.1f, 1.0, 1.0f, step, stream);
         check(stream_check(stream) == 0, "%s", error_message);
-        for (int i = 0; i < stage.n_tensors; i++)
-            largest = larger(largest, optimizer_scratch_floats(&optimizer, &stage.tensors[i]));
+        for (int i = 0; i < stage.n_tensors; i++) largest = larger(largest, optimizer_scratch_floats(&stage, i));
         StageBytes plan = stage_bytes(&stage, PRECISION_FP32, 2);
         int64_t kept = allocated(stage.m) + allocated(stage.v) + allocated(stage.delta) + allocated(stage.rotation);
         check(plan.moments == kept, "way %d: %lld bytes planned, %lld kept", way, (long long)plan.moments,

@@ -207,7 +207,8 @@ static void measure_product(Bench *bench, int bf16, int size) {
     double best = 0.0, square = (double)size * size;
     Stream *stream = bench->stream;
     for (int layout = 0; layout < 3; layout++) {
-        MatmulShape shape = {size, size, size, size, size, size, 0, 0, 0, layout == 2, layout == 0, bf16, bf16};
+        MatmulShape shape = {size,        size,        size, size, size, size, 0, 0, 0,
+                             layout == 2, layout == 0, bf16, bf16, 0,    0,    0, 0};
         double took = bench_time(bench, [=](Pieces &p) {
             int64_t n_bytes = (int64_t)size * size * (bf16 ? 2 : 4);
             char *out = p.take<char>(n_bytes), *a = p.take<char>(n_bytes), *b = p.take<char>(n_bytes);
@@ -478,7 +479,8 @@ static void bench_product(Bench *bench, const char *name, int N, int K, int M, i
         floatX *out = p.take<floatX>((int64_t)N * M), *x = p.take<floatX>((int64_t)N * K);
         matmul_forward(out, x, p.weight((int64_t)K * M), N, K, M, accumulate ? out : NULL, stream);
     });
-    MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16}; // as in matmul_backward
+    MatmulShape input = {N, K, M,           M,           K, K, 0, 0, 0,
+                         0, 0, MATMUL_BF16, MATMUL_BF16, 0, 0, 0, 0}; // as in matmul_backward
     snprintf(label, sizeof label, "matmul %s dx", name);
     bench_row(bench, row_of(label, 0, flops, MATMUL_BF16, "%d x %d x %d", N, K, M), [=](Pieces &p) {
         floatX *dx = p.take<floatX>((int64_t)N * K), *dout = p.take<floatX>((int64_t)N * M);

@@ -176,7 +176,7 @@ static void refused_case(void) {
 static void planted_case(const char *what, const char *message, void *out, const void *a, const void *b,
                          int64_t promised) {
     Stream *stream = NULL;
-    MatmulShape shape = {4, 4, 4, 4, 4, 4, promised, promised, promised, 0, 0, 0, 0};
+    MatmulShape shape = {4, 4, 4, 4, 4, 4, promised, promised, promised, 0, 0, 0, 0, 0, 0, 0, 0};
     need(stream_create(&stream, PRECISION_BF16, 1), "stream");
     check(matmul_try(out, out, a, b, &shape, 1.0f, 0.0f, stream) != 0, "%s: was accepted", what);
     check_message(message, what);
