@@ -73,7 +73,7 @@ static inline void rotate_moment(float *moment, const float *grad, int axis, con
     int n = group->n, side = axis == 0 ? group->m : n, inner = axis == 0 ? n : group->m;
     int64_t size = (int64_t)side * side;
     for (int64_t i = 0; i < side; i += ROTATE_BLOCK) {
-        int64_t rows = side - i < ROTATE_BLOCK ? side - i : ROTATE_BLOCK;
+        int64_t rows = side - i < ROTATE_BLOCK ? side - i : (int64_t)ROTATE_BLOCK;
         matmul_batch(square, side, size, grad + (axis == 0 ? i * n : i), n, group->stride, axis, grad, n, group->stride,
                      !axis, rows, i + rows, inner, group->count, stream);
         for (int k = 0; k < group->count; k++)
