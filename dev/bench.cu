@@ -16,7 +16,7 @@
 // of the step. bench.h has the FLOPs of a token.
 #define BENCHMARK
 #include "../train_gpt.cu"
-#include "bench.h" // median, flops_per_token, fill_batch
+#include "bench.h" // median, flops_per_token, fill_batch, rotate_product_flops
 
 // GFLOP/s of one 2048^3 product, operands already in the precision's type.
 static double matmul_peak(float *buffer, Stream *stream) {
@@ -489,16 +489,6 @@ static double rotate_layer_step(RotateLayer *layer) {
     return seconds() - start;
 }
 
-// Multiplications and additions of a second moment as it is computed.
-static double rotate_moment_flops(int side, int inner) {
-    double flops = 0.0;
-    for (int i = 0; i < side; i += ROTATE_BLOCK) {
-        int rows = side - i < ROTATE_BLOCK ? side - i : (int)ROTATE_BLOCK;
-        flops += 2.0 * rows * (i + rows) * inner;
-    }
-    return flops;
-}
-
 static double rotate_layer_flops(const Stage *stage) {
     double flops = 0.0;
     for (int i = 0; i < stage->n_tensors; i++) {
@@ -506,8 +496,7 @@ static double rotate_layer_flops(const Stage *stage) {
         int m = (int)t->shape[0], n = (int)t->shape[1], second = stage->optimizer.source == ROTATE_2ND;
         RotateSides sides = rotate_sides(&stage->optimizer, m, n);
         if (!t->block) continue;
-        if (sides.left) flops += 4.0 * m * m * n + (second ? rotate_moment_flops(m, n) : 0.0);
-        if (sides.right) flops += 4.0 * m * n * n + (second ? rotate_moment_flops(n, m) : 0.0);
+        flops += rotate_product_flops(sides, second, m, n);
     }
     return flops;
 }

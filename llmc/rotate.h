@@ -29,11 +29,11 @@
 #include "vector.h"    // vector_blend
 
 // Rows of a second moment that are one product: wide enough for the matrix library, and of a side of 768 a third less
-// is computed than of the whole square. Matrices that are stepped together have at most so many values.
+// is computed than of the whole square. Matrices that are stepped together have at most so many values; 0: each alone.
 #ifdef TESTING
-enum { ROTATE_BLOCK = 16, ROTATE_GROUP = 0 };
+enum { ROTATE_BLOCK = 16, ROTATE_GROUP = 2000 };
 #else
-enum { ROTATE_BLOCK = 256, ROTATE_GROUP = 0 }; // each alone: batched products gain nothing on a CPU (matmul_batch)
+enum { ROTATE_BLOCK = 256, ROTATE_GROUP = 0 }; // batched products gain nothing on a CPU (matmul_batch)
 #endif
 
 // With g = grad * grad_scale: mean = b1*mean + (1-b1)*g, unless it is blended already; V = b2*V + (1-b2)*g^2; grad =
