@@ -2979,12 +2979,12 @@ static void test_rotate_group(void) {
         Optimizer optimizer = {
             OPTIMIZER_ROTATE,    (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
             way == 4 ? 18 : 4096};
-        int64_t each = rotate_state_floats(rotate_sides(&optimizer, M, N), optimizer.source, M, N), n = COUNT * each;
+        int64_t each = rotate_state_floats(rotate_sides(&optimizer, M, N), optimizer.source, M, N);
+        const int64_t sizes[4] = {ALL, ALL, ALL, COUNT * each};
         float *together[4], *alone[4]; // param, M, V, bases
         for (int k = 0; k < 4; k++) {
-            int64_t size = k < 3 ? ALL : n + 1;
-            together[k] = random_values(size, 60, k == 0 ? 1.0f : 0.0f);
-            alone[k] = random_values(size, 60, k == 0 ? 1.0f : 0.0f);
+            together[k] = random_values(sizes[k] + 1, 60, k == 0 ? 1.0f : 0.0f);
+            alone[k] = random_values(sizes[k] + 1, 60, k == 0 ? 1.0f : 0.0f);
         }
         for (int step = 1; step <= STEPS; step++) {
             float *grad = random_values(ALL, 60 + (uint32_t)step, 1.0f);
@@ -2995,7 +2995,7 @@ static void test_rotate_group(void) {
                               &optimizer, refresh[step - 1][i], adam, 1e-2f, 0.1f, 0.3f, step, stream);
             check(stream_check(stream) == 0, "%s", error_message);
             for (int k = 0; k < 4; k++)
-                check(memcmp(together[k], alone[k], sizeof(float) * (size_t)(k < 3 ? ALL : n)) == 0,
+                check(memcmp(together[k], alone[k], sizeof(float) * (size_t)sizes[k]) == 0,
                       "way %d, step %d, array %d: other bits together", way, step, k);
             free(grad);
         }
