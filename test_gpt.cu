@@ -2365,14 +2365,19 @@ static void eigh_cases(void) {
     stream_destroy(stream);
 }
 
+// By LAPACK and, of 20 columns and more here, by panels. Must fail for: T of a panel for its transpose, a last panel of
+// whole width, a trailing block that is left out, reflectors in the wrong order.
 static void orthonormalize_cases(void) {
     Stream *stream = test_stream(PRECISION_FP32, 2);
-    static const int shapes[][2] = {{1, 1}, {5, 1}, {17, 17}, {130, 33}};
+    static const int shapes[][2] = {{1, 1}, {5, 1}, {17, 17}, {130, 33}, {20, 20}, {27, 20}, {64, 64}, {300, 41}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
         int m = shapes[i][0], r = shapes[i][1], n = m * r;
         float *A = random_values(n, 303, 1e-5f), *Q = guarded(n), *projected = guarded(n), *inner = guarded(r * r);
+        memcpy(projected, A, sizeof(float) * (size_t)n);
         memcpy(Q, A, sizeof(float) * (size_t)n);
+        check(linalg_lapack_qr(projected, m, r) == 0, "%s", error_message);
         check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
+        check_close(Q, projected, n, 2e-5, "LAPACK's QR"); // the last column of a square one hangs on differences
         check(orthonormality_error(Q, m, r) <= 3e-6, "Q^T Q - I %.3g", orthonormality_error(Q, m, r));
         for (int a = 0; a < r; a++) { // inner (r,r) = A^T Q: lower triangular, as Q's first columns span A's first ones
             for (int b = 0; b < r; b++) {
@@ -2384,9 +2389,14 @@ static void orthonormalize_cases(void) {
         }
         compose(projected, Q, NULL, inner, m, r, r);
         check_close(projected, A, n, 2e-6, "Q R");
-        for (int j = 0; j < n; j++) Q[j] = i % 2 ? 0.0f : A[j / r * r]; // zero, or one column r times
-        check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
-        check(orthonormality_error(Q, m, r) <= 3e-6, "dependent: Q^T Q - I %.3g", orthonormality_error(Q, m, r));
+        for (int way = 0; way < 5; way++) { // zero; one column r times; zero but for the last column; far from 1
+            float scale = way == 3 ? 1e-25f : 1e30f;
+            for (int j = 0; j < n; j++)
+                Q[j] = way == 1 ? A[j / r * r] : way == 0 || (way == 2 && j % r < r - 1) ? 0.0f : scale * A[j];
+            check(orthonormalize(Q, m, r, stream) == 0, "%s", error_message);
+            // columns that differ by rounding alone: LAPACK's are off by up to 3e-6 too
+            check(orthonormality_error(Q, m, r) <= 6e-6, "way %d: Q^T Q - I %.3g", way, orthonormality_error(Q, m, r));
+        }
         Q[n - 1] = NAN;
         check_error(orthonormalize(Q, m, r, stream), "infinite or NaN", "NaN");
         release(Q, n, "Q");
@@ -2873,6 +2883,115 @@ static void test_delayed_bowl(void) {
     double best_aligned = bowl_best(&aligned, &optimizer, BOWL_DELAY, stream).loss;
     check(best < 1e-5 && best_aligned < 1e-5, "(2nd, bi): aligned %g, turned %g", best_aligned, best);
     check(stream_check(stream) == 0, "%s", error_message);
+    stream_destroy(stream);
+}
+
+// Matrices stepped together, some of which get new bases, have the bits of single ones. Must fail for: the bases or
+// the refresh of the group's first one for all, a momentum blended twice.
+static void test_rotate_group(void) {
+    enum { M = 19, N = 27, COUNT = 3, STRIDE = M * N + 5, ALL = COUNT * STRIDE, STEPS = 5 };
+    static const RotateRefresh refresh[STEPS][COUNT] = {{ROTATE_COLD, ROTATE_COLD, ROTATE_COLD},
+                                                        {ROTATE_KEEP, ROTATE_WARM, ROTATE_KEEP},
+                                                        {ROTATE_WARM, ROTATE_KEEP, ROTATE_KEEP},
+                                                        {ROTATE_KEEP, ROTATE_KEEP, ROTATE_KEEP},
+                                                        {ROTATE_KEEP, ROTATE_KEEP, ROTATE_WARM}};
+    AdamW adam = {0.9f, 0.999f, 1e-8f};
+    Stream *stream = test_stream(PRECISION_BF16, 2);
+    for (int way = 0; way < 5; way++) {
+        Optimizer optimizer = {
+            OPTIMIZER_ROTATE,    (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
+            way == 4 ? 18 : 4096};
+        int64_t each = rotate_state_floats(rotate_sides(&optimizer, M, N), optimizer.source, M, N);
+        const int64_t sizes[4] = {ALL, ALL, ALL, COUNT * each};
+        float *together[4], *alone[4]; // param, M, V, bases
+        for (int k = 0; k < 4; k++) {
+            together[k] = random_values(sizes[k] + 1, 60, k == 0 ? 1.0f : 0.0f);
+            alone[k] = random_values(sizes[k] + 1, 60, k == 0 ? 1.0f : 0.0f);
+        }
+        for (int step = 1; step <= STEPS; step++) {
+            float *grad = random_values(ALL, 60 + (uint32_t)step, 1.0f);
+            rotate_update_group(together[0], grad, together[1], together[2], together[3], M, N, COUNT, STRIDE,
+                                &optimizer, refresh[step - 1], adam, 1e-2f, 0.1f, 0.3f, step, stream);
+            for (int i = 0, at = 0; i < COUNT; i++, at += STRIDE)
+                rotate_update(alone[0] + at, grad + at, alone[1] + at, alone[2] + at, alone[3] + i * each, M, N,
+                              &optimizer, refresh[step - 1][i], adam, 1e-2f, 0.1f, 0.3f, step, stream);
+            check(stream_check(stream) == 0, "%s", error_message);
+            for (int k = 0; k < 4; k++)
+                check(memcmp(together[k], alone[k], sizeof(float) * (size_t)sizes[k]) == 0,
+                      "way %d, step %d, array %d: other bits together", way, step, k);
+            free(grad);
+        }
+        for (int k = 0; k < 4; k++) free(together[k]), free(alone[k]);
+    }
+    stream_destroy(stream);
+}
+
+// What lies above the diagonal of a second moment is not looked at, and below it is all of the moment. Sides of several
+// blocks. Must fail for: no mirror before a power iteration, a block's columns that end at its first row.
+static void test_rotate_halves(void) {
+    enum { M = 37, N = 19, STATE = 2 * (M * M + N * N) };
+    Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, REFRESH_UNIFORM, 2, 4096};
+    AdamW adam = {0.9f, 0.95f, 1e-8f};
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    float *param[2], *m[2], *v[2], *state[2];
+    double L[M][M] = {{0.0}};
+    for (int k = 0; k < 2; k++) {
+        param[k] = random_values(M * N, 70, 1.0f), state[k] = guarded(STATE);
+        m[k] = random_values(M * N, 71, 0.0f), v[k] = random_values(M * N, 71, 0.0f);
+        for (int i = 0; i < STATE; i++) state[k][i] = 0.0f;
+    }
+    RotateBasis basis = rotate_basis(state[1], rotate_sides(&optimizer, M, N), ROTATE_2ND, M, N);
+    for (int step = 1; step <= 5; step++) {
+        float *grad = random_values(M * N, 71 + (uint32_t)step, 1.0f);
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < M; j++) basis.left_moment[i * M + j] = j > i ? 1e3f : basis.left_moment[i * M + j];
+        for (int i = 0; i < N; i++)
+            for (int j = i + 1; j < N; j++) basis.right_moment[i * N + j] = -1e3f;
+        for (int k = 0; k < 2; k++)
+            rotate_update(param[k], grad, m[k], v[k], state[k], M, N, &optimizer,
+                          step == 1  ? ROTATE_COLD
+                          : step % 2 ? ROTATE_KEEP
+                                     : ROTATE_WARM,
+                          adam, 1e-2f, 0.1f, 0.5f, step, stream);
+        check(stream_check(stream) == 0, "%s", error_message);
+        check(memcmp(param[0], param[1], sizeof(float) * M * N) == 0, "step %d: above the diagonal", step);
+        for (int i = 0; i < M; i++) {
+            for (int j = 0; j <= i; j++) {
+                double sum = 0.0;
+                for (int k = 0; k < N; k++) sum += (double)grad[i * N + k] * (double)grad[j * N + k];
+                L[i][j] = 0.95 * L[i][j] + 0.05 * 0.25 * sum;
+                double ours = (double)basis.left_moment[i * M + j];
+                check(fabs(ours - L[i][j]) <= 1e-6 * N, "step %d: L %d %d is %g, not %g", step, i, j, ours, L[i][j]);
+            }
+        }
+        free(grad);
+    }
+    for (int k = 0; k < 2; k++) {
+        release(state[k], STATE, "state");
+        free(param[k]);
+        free(m[k]);
+        free(v[k]);
+    }
+    stream_destroy(stream);
+}
+
+// A square is mirrored from below its diagonal; a region of wider rows is blended, and nothing beside it.
+static void test_rotate_squares(void) {
+    enum { SIDE = 67, ROWS = 5, WIDTH = 40 };
+    Stream *stream = test_stream(PRECISION_FP32, 2);
+    float *a = random_values(SIDE * SIDE, 52, 1.0f), *b = random_values(SIDE * SIDE, 52, 1.0f);
+    float *x = random_values(SIDE * SIDE, 53, 1.0f);
+    rotate_mirror(a, SIDE, stream);
+    for (int i = 0; i < SIDE; i++)
+        for (int j = i + 1; j < SIDE; j++) b[i * SIDE + j] = b[j * SIDE + i];
+    check(memcmp(a, b, sizeof(float) * SIDE * SIDE) == 0, "mirrored");
+    rotate_blend(a + SIDE, x, SIDE, ROWS, WIDTH, 0.5f, -2.0f, 0.25f, stream);
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < WIDTH; j++) b[(i + 1) * SIDE + j] = 0.5f * b[(i + 1) * SIDE + j] - 0.5f * x[i * SIDE + j];
+    check_close(a, b, SIDE * SIDE, 1e-7, "blended");
+    free(a);
+    free(b);
+    free(x);
     stream_destroy(stream);
 }
 
@@ -6430,6 +6549,48 @@ static void count_refreshes(int *counts, Refresh refresh, int every, int phase) 
     }
 }
 
+// Block matrices of a stage that are refreshed in step t.
+static int refreshes_in(const Stage *stage, int64_t t, int n_blocks) {
+    int n = 0;
+    for (int phase = 0; phase < n_blocks; phase++) n += rotation_refresh(stage, t, phase) == ROTATE_WARM;
+    return n;
+}
+
+// Refreshes are spread over the steps, whatever their rate; and what is stepped together does not depend on the cut
+// into stages. Must fail for: all phases 0, phases counted by layers, a group that goes on into the next layer.
+static void test_rotation_spread(void) {
+    enum { LAYERS = 12, BLOCKS = 7 * LAYERS };
+    Config config;
+    Stage whole, part;
+    check(config_from_spec(&config, "d=24,layers=12,heads=4,kv=4,ffn=40,vocab=58,ctx=64") == 0, "%s", error_message);
+    check(stage_table(&whole, &config, 0, LAYERS) == 0 && stage_table(&part, &config, 5, 4) == 0, "%s", error_message);
+    for (int way = 0; way < 3; way++) {
+        Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, (Refresh)way, 10, 4096};
+        whole.optimizer = optimizer, whole.n_stages = 4, whole.position = 1, whole.has_basis = 0;
+        check(rotation_refresh(&whole, 7, 0) == ROTATE_COLD, "the first bases");
+        whole.has_basis = 1;
+        double share = way == REFRESH_UNIFORM ? 0.1 : way == REFRESH_STAGE_AWARE ? 4.0 / 6 * 2 / 10 : 4.0 / 6 / 10;
+        for (int t = 2; t <= 60; t++)
+            check(fabs(refreshes_in(&whole, t, BLOCKS) - share * BLOCKS) < 1.0, "way %d, step %d: %d of %d", way, t,
+                  refreshes_in(&whole, t, BLOCKS), BLOCKS);
+    }
+    part.optimizer = whole.optimizer;
+    int first = 1 + 9 * 5, together = 0; // the tensor of the whole model that is the part's first
+    for (int i = 0; i < part.n_tensors; i++) {
+        const Tensor *t = &part.tensors[i];
+        int count = t->block ? rotation_group(&part, i) : 0;
+        if (!t->block) continue;
+        check(count == rotation_group(&whole, first + i), "%s: %d together, %d of the whole", t->name, count,
+              rotation_group(&whole, first + i));
+        check(count == 1 || count * t->n <= ROTATE_GROUP, "%s: %d together", t->name, count);
+        for (int k = 0; k < count; k++) check(t[k].block && strncmp(t[k].name, t->name, 14) == 0, "%s", t[k].name);
+        together = count > together ? count : together;
+    }
+    check((together > 1) == (ROTATE_GROUP > 0), "%d matrices at most together", together);
+    free(whole.tensors);
+    free(part.tensors);
+}
+
 // When bases are refreshed, which sides, and the learning rate under delay. Must fail for: t mod f = 1, a phase the
 // wrong way, the delay's share of the sum without P, the last stage's delay 1; a quarter instead of a tenth of the
 // steps; mu_t for mu_{t+1}.
@@ -6886,8 +7047,7 @@ static void test_optimizer_memory(void) {
         for (int64_t i = 0; i < stage.arena_floats; i++) stage.grads[i] = 1e-3f * (float)(i % 37 - 18);
         for (int step = 1; step <= 3; step++) stage_update(&stage, adam, 1e-3f, 0.1f, 1.0, 1.0f, step, stream);
         check(stream_check(stream) == 0, "%s", error_message);
-        for (int i = 0; i < stage.n_tensors; i++)
-            largest = larger(largest, optimizer_scratch_floats(&optimizer, &stage.tensors[i]));
+        for (int i = 0; i < stage.n_tensors; i++) largest = larger(largest, optimizer_scratch_floats(&stage, i));
         StageBytes plan = stage_bytes(&stage, PRECISION_FP32, 2);
         int64_t kept = allocated(stage.m) + allocated(stage.v) + allocated(stage.delta) + allocated(stage.rotation);
         check(plan.moments == kept, "way %d: %lld bytes planned, %lld kept", way, (long long)plan.moments,
@@ -7606,6 +7766,9 @@ static const struct {
     {"rotate_reference", test_rotate_reference},
     {"rotate_identity", test_rotate_identity},
     {"rotate_ops", test_rotate_ops},
+    {"rotate_group", test_rotate_group},
+    {"rotate_squares", test_rotate_squares},
+    {"rotate_halves", test_rotate_halves},
     {"muon_nesterov", test_muon_nesterov},
     {"delayed_bowl", test_delayed_bowl},
     {"powersgd", test_powersgd},
@@ -7677,6 +7840,7 @@ static const struct {
     {"coder", test_coder},
     {"coder_runs", test_coder_runs},
     {"optimizer_rules", test_optimizer_rules},
+    {"rotation_spread", test_rotation_spread},
     {"optimizer_runs", test_optimizer_runs},
     {"alignment_estimate", test_alignment_estimate},
     {"oscillation", test_oscillation},

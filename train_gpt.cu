@@ -582,13 +582,31 @@ static int64_t rotation_floats(const Stage *stage, int n_tensors) {
 #define PIPEMARE_PIECE ((int64_t)4 << 20)
 #endif
 
-// Floats that the optimizer's step of a tensor passes through.
-static int64_t optimizer_scratch_floats(const Optimizer *optimizer, const Tensor *t) {
+// How many tensors from a block matrix on are rotated together: those of its shape that follow at equal distances, as
+// far as that gains (ROTATE_GROUP). Norms lie between layers, so they are of one layer, and what is computed together
+// does not depend on where a model is cut into stages.
+static int rotation_group(const Stage *stage, int first) {
+    const Tensor *t = &stage->tensors[first];
+    int count = 1;
+    while (first + count < stage->n_tensors && (count + 1) * t->n <= ROTATE_GROUP) {
+        const Tensor *next = &t[count];
+        if (!next->block || next->shape[0] != t->shape[0] || next->shape[1] != t->shape[1]) break;
+        if (next->offset - t->offset != count * (t[1].offset - t->offset)) break;
+        count++;
+    }
+    return count;
+}
+
+// Floats that the optimizer's step of a tensor, or from it on, passes through.
+static int64_t optimizer_scratch_floats(const Stage *stage, int tensor) {
+    const Optimizer *optimizer = &stage->optimizer;
+    const Tensor *t = &stage->tensors[tensor];
     int64_t m = t->shape[0], n = t->shape[1];
     if (optimizer->kind == OPTIMIZER_PIPEMARE) return t->n < PIPEMARE_PIECE ? t->n : PIPEMARE_PIECE;
     if (!t->block) return 0;
     if (optimizer->kind == OPTIMIZER_MUON) return muon_scratch_floats(m, n);
-    return optimizer->kind == OPTIMIZER_ROTATE ? rotate_scratch_floats(rotate_sides(optimizer, m, n), m, n) : 0;
+    if (optimizer->kind != OPTIMIZER_ROTATE) return 0;
+    return rotate_scratch_floats(rotate_sides(optimizer, m, n), m, n, rotation_group(stage, tensor));
 }
 
 // What a stage takes, in bytes. moments: all that the optimizer keeps.
@@ -622,8 +640,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
     if (stage->training && stage->n_moments > 1) {
         int64_t largest = 0;
-        for (int i = 0; i < stage->n_tensors; i++)
-            largest = larger(largest, optimizer_scratch_floats(&stage->optimizer, &stage->tensors[i]));
+        for (int i = 0; i < stage->n_tensors; i++) largest = larger(largest, optimizer_scratch_floats(stage, i));
         bytes.moments += 4 * rotation_floats(stage, stage->n_tensors);
         if (stage->optimizer.kind == OPTIMIZER_PIPEMARE) bytes.moments += floats * 4;
         bytes.scratch += 4 * largest;
@@ -1190,8 +1207,9 @@ typedef struct {
 } Update;
 
 // AdamW, and delta follows how far the weights have moved.
-static void pipemare_update(Stage *stage, const Tensor *t, const Update *u, Stream *stream) {
-    int64_t piece = optimizer_scratch_floats(&stage->optimizer, t);
+static void pipemare_update(Stage *stage, int tensor, const Update *u, Stream *stream) {
+    const Tensor *t = &stage->tensors[tensor];
+    int64_t piece = optimizer_scratch_floats(stage, tensor);
     float *before = (float *)scratch_get(&stream->scratch[SCRATCH_STEP], sizeof(float) * (size_t)piece);
     if (before == NULL) {
         stream->failed = 1;
@@ -1206,16 +1224,31 @@ static void pipemare_update(Stage *stage, const Tensor *t, const Update *u, Stre
     }
 }
 
-// One step of a block matrix in its bases, which are number `phase` of the stage's.
-static void rotated_update(Stage *stage, int tensor, int phase, const Update *u, Stream *stream) {
+// What a step of the block matrix number `phase` of the stage does to its bases.
+static RotateRefresh rotation_refresh(const Stage *stage, int64_t step, int phase) {
+    if (!stage->has_basis) return ROTATE_COLD;
+    return rotate_is_due(&stage->optimizer, stage->position, stage->n_stages, step, phase) ? ROTATE_WARM : ROTATE_KEEP;
+}
+
+// Where a pass over the block matrices has come.
+typedef struct {
+    int phase;      // the next matrix's number
+    int64_t floats; // where its bases begin
+} RotatedPass;
+
+// One step of the block matrices from `tensor` on that go together; returns how many.
+static int rotated_update(Stage *stage, int tensor, RotatedPass *pass, const Update *u, Stream *stream) {
     const Tensor *t = &stage->tensors[tensor];
-    const Optimizer *optimizer = &stage->optimizer;
-    int due = rotate_is_due(optimizer, stage->position, stage->n_stages, u->step, phase);
-    RotateRefresh refresh = !stage->has_basis ? ROTATE_COLD : due ? ROTATE_WARM : ROTATE_KEEP;
-    float *state = stage->rotation != NULL ? stage->rotation + rotation_floats(stage, tensor) : NULL;
-    rotate_update(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
-                  state, (int)t->shape[0], (int)t->shape[1], optimizer, refresh, u->adam, u->lr, u->wd, u->scale,
-                  u->step, stream);
+    int count = rotation_group(stage, tensor), m = (int)t->shape[0], n = (int)t->shape[1];
+    float *state = stage->rotation != NULL ? stage->rotation + pass->floats : NULL;
+    RotateRefresh refresh[TENSORS_PER_LAYER];
+    for (int i = 0; i < count; i++) refresh[i] = rotation_refresh(stage, u->step, pass->phase++);
+    rotate_update_group(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
+                        state, m, n, count, count > 1 ? t[1].offset - t->offset : 0, &stage->optimizer, refresh,
+                        u->adam, u->lr, u->wd, u->scale, u->step, stream);
+    RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+    pass->floats += count * rotate_state_floats(sides, stage->optimizer.source, m, n);
+    return count;
 }
 
 // One step (from 1) of the stage's optimizer with gradients scaled to the clip norm (0: never).
@@ -1223,8 +1256,8 @@ static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double gr
                          Stream *stream) {
     float scale = clip > 0.0f && grad_norm > (double)clip ? (float)((double)clip / (grad_norm + 1e-6)) : 1.0f;
     OptimizerKind kind = stage->optimizer.kind;
+    RotatedPass pass = {0, 0};
     Update u;
-    int n_blocks = 0;
     memset(&u, 0, sizeof u);
     u.adam = adam, u.lr = lr, u.wd = wd, u.scale = scale, u.step = step;
     if (kind == OPTIMIZER_NESTEROV) {
@@ -1236,13 +1269,13 @@ static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double gr
         float *param = stage->params + t->offset, *m = stage->m + t->offset, *v = stage->v + t->offset;
         const float *grad = stage->grads + t->offset;
         if (kind == OPTIMIZER_ROTATE && t->block)
-            rotated_update(stage, i, n_blocks++, &u, stream);
+            i += rotated_update(stage, i, &pass, &u, stream) - 1;
         else if (kind == OPTIMIZER_MUON && t->block)
             muon_update(param, grad, m, (int)t->shape[0], (int)t->shape[1], lr, wd, scale, stream);
         else if (kind == OPTIMIZER_NESTEROV)
             nesterov_update(param, grad, m, v, t->n, t->decay ? u.nesterov : u.nesterov_plain, stream);
         else if (kind == OPTIMIZER_PIPEMARE)
-            pipemare_update(stage, t, &u, stream);
+            pipemare_update(stage, i, &u, stream);
         else
             adamw_update(param, grad, m, v, t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
     }
@@ -3352,7 +3385,7 @@ static int replica_save(const Trainer *trainer, const char *folder, int replica)
         for (int s = 0; s < mesh->n_stages; s++) {
             const Cell *cell = mesh_cell(mesh, replica, s);
             int64_t floats = rotation_floats(&cell->stage, cell->stage.n_tensors);
-            snprintf(name, sizeof name, "rotation.%d", s);
+            snprintf(name, sizeof name, "bases.%d", s);
             if (floats > 0 && put_floats(&cell->stage, &writer, begun, name, cell->stage.rotation, floats)) return -1;
             floats = cell_powersgd_floats(trainer, cell);
             snprintf(name, sizeof name, "powersgd.%d", s);
@@ -3412,7 +3445,7 @@ static int replica_load(Trainer *trainer, const char *folder, int replica) {
             result = stage_load(stage, stage_arena(stage, arenas[a]), &file, prefixes[a]);
         if (result == 0) result = stage_load_versions(stage, &file, trainer->progress.step);
         int64_t floats = rotation_floats(stage, stage->n_tensors);
-        snprintf(name, sizeof name, "rotation.%d", s);
+        snprintf(name, sizeof name, "bases.%d", s);
         if (result == 0 && floats > 0) {
             const SafeTensor *tensor = state_tensor(&file, name, floats);
             result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
@@ -4430,12 +4463,13 @@ static int alignment_turn(const Stage *stage, int tensor, float *matrix, int bac
     const Tensor *t = &stage->tensors[tensor];
     int m = (int)t->shape[0], n = (int)t->shape[1];
     RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+    RotateGroup one = {m, n, 1, 0, 0};
     RotateWork work;
     if (!sides.left && !sides.right) return 0;
     RotateBasis basis =
         rotate_basis(stage->rotation + rotation_floats(stage, tensor), sides, stage->optimizer.source, m, n);
-    if (rotate_work(&work, sides, m, n, stage->stream)) return -1;
-    rotate_turn(work.a, matrix, work.c, &basis, m, n, back, stage->stream);
+    if (rotate_work(&work, sides, m, n, 1, stage->stream)) return -1;
+    rotate_turn(work.a, matrix, 0, work.c, &basis, &one, back, stage->stream);
     device_copy(matrix, work.a, sizeof(float) * (size_t)t->n, stage->stream);
     return 0;
 }

@@ -1,5 +1,5 @@
-// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [mesh] [256|1024]
-// [fp32|bf16].
+// Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [mesh] [rotate]
+// [256|1024] [fp32|bf16].
 //
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
@@ -8,12 +8,15 @@
 //          three boundaries both ways, encoded and decoded (at p 0.95 those that take a budget), each as a share of the
 //          step timed in the same run; of klt also its parts. Beside the step: an anchor pass's SVDs, and what it adds
 //          for klt's tables. klt's states and gradients are Gaussian, component k of variance 1/k, turned at random
+//   rotate what `--optimizer rotate` adds to an AdamW step of 124M, refreshes every 10 steps: a layer's seven matrices
+//          are stepped, and taken times 12; the step is reckoned from a micro-batch of 1,024 tokens and an update.
+//          Three rounds, in each of them all that is compared; medians of the rounds' values and shares
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
 // of the step. bench.h has the FLOPs of a token.
 #define BENCHMARK
 #include "../train_gpt.cu"
-#include "bench.h" // median, flops_per_token, fill_batch
+#include "bench.h" // median, flops_per_token, fill_batch, rotate_product_flops
 
 // GFLOP/s of one 2048^3 product, operands already in the precision's type.
 static double matmul_peak(float *buffer, Stream *stream) {
@@ -401,6 +404,214 @@ static int bench_mesh(Precision precision) {
     return failed;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Rotation
+
+enum { ROTATE_ROUNDS = 3, ROTATE_EVERY = 10, ROTATE_LAYERS = 12, ROTATE_TOKENS = 1024, ROTATE_WAYS = 4 };
+
+// A whole 124M model, and by rounds: seconds of a token's forward and backward, and of an AdamW update.
+typedef struct {
+    Stage stage;
+    Stream *stream;
+    Batch batch;
+    double token[ROTATE_ROUNDS], update[ROTATE_ROUNDS];
+} RotateModel;
+
+// A layer that one way of rotating steps, and by rounds: seconds of a step on average over ROTATE_EVERY, of an AdamW
+// step of the same values, of a step's products and of its passes over the values; GFLOP/s of the product of 2048^3.
+typedef struct {
+    Stage stage;
+    Stream *stream;
+    int64_t step;
+    double first; // seconds of the first step, which finds the bases
+    double rotated[ROTATE_ROUNDS], plain[ROTATE_ROUNDS], products[ROTATE_ROUNDS], passes[ROTATE_ROUNDS];
+    double peak[ROTATE_ROUNDS];
+} RotateLayer;
+
+static const AdamW rotate_adam = {0.9f, 0.999f, 1e-8f};
+
+static int rotate_model_open(RotateModel *model, Precision precision) {
+    Config config;
+    if (config_from_spec(&config, "124m") || stage_table(&model->stage, &config, 0, config.n_layers) ||
+        stream_create(&model->stream, precision, omp_get_num_procs()) || batch_alloc(&model->batch, 1, ROTATE_TOKENS) ||
+        stage_plan(&model->stage, 1, ROTATE_TOKENS, 1, 0) || stage_alloc(&model->stage, model->stream))
+        return -1;
+    fill_weights(&model->stage);
+    fill_batch(&model->batch, config.vocab);
+    return 0;
+}
+
+// round < 0: to warm up.
+static int rotate_model_round(RotateModel *model, int round) {
+    double loss, start = seconds();
+    if (stage_gradients(&model->stage, &model->batch, 1, &loss, NULL, NULL, model->stream)) return -1;
+    double middle = seconds(), norm = stage_grad_norm(&model->stage, model->stream);
+    stage_update(&model->stage, rotate_adam, 1e-5f, 0.01f, norm, 1.0f, round + 2, model->stream);
+    if (round < 0) return 0;
+    model->token[round] = (middle - start) / ROTATE_TOKENS;
+    model->update[round] = seconds() - middle;
+    return 0;
+}
+
+static void rotate_layer_gradients(RotateLayer *layer) {
+    uint64_t factor = 2654435761u + 2 * (uint64_t)layer->step;
+#pragma omp parallel for
+    for (int64_t i = 0; i < layer->stage.arena_floats; i++)
+        layer->stage.grads[i] = 1e-3f * ((float)((uint64_t)i * factor >> 8 & 0xFFFF) / 65536.0f - 0.5f);
+}
+
+static int rotate_layer_open(RotateLayer *layer, int way) {
+    Config config;
+    Optimizer optimizer = {OPTIMIZER_ROTATE,
+                           way / 2 ? ROTATE_1ST : ROTATE_2ND,
+                           way % 2 ? ROTATE_UNI : ROTATE_BI,
+                           REFRESH_UNIFORM,
+                           ROTATE_EVERY,
+                           4096};
+    if (config_from_spec(&config, "d=768,layers=1,heads=12,kv=12,ffn=2048,vocab=58,ctx=8") ||
+        stage_table(&layer->stage, &config, 0, 1) || stream_create(&layer->stream, PRECISION_FP32, omp_get_num_procs()))
+        return -1;
+    layer->stage.optimizer = optimizer, layer->stage.n_stages = 1;
+    if (stage_plan(&layer->stage, 1, 8, 1, 0) || stage_alloc(&layer->stage, layer->stream)) return -1;
+    fill_weights(&layer->stage);
+    return 0;
+}
+
+// A step of the layer; seconds.
+static double rotate_layer_step(RotateLayer *layer) {
+    layer->step++;
+    rotate_layer_gradients(layer);
+    double start = seconds();
+    stage_update(&layer->stage, rotate_adam, 1e-5f, 0.01f, 1.0, 1.0f, layer->step, layer->stream);
+    return seconds() - start;
+}
+
+static double rotate_layer_flops(const Stage *stage) {
+    double flops = 0.0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        int m = (int)t->shape[0], n = (int)t->shape[1], second = stage->optimizer.source == ROTATE_2ND;
+        RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+        if (!t->block) continue;
+        flops += rotate_product_flops(sides, second, m, n);
+    }
+    return flops;
+}
+
+// A step without a refresh by its parts, as rotate_update_group takes it: adds the seconds of a matrix.
+static int rotate_parts(RotateLayer *layer, const Tensor *t, float *state, double *products, double *passes) {
+    Stage *stage = &layer->stage;
+    Stream *stream = layer->stream;
+    RotateSource source = stage->optimizer.source;
+    int m = (int)t->shape[0], n = (int)t->shape[1];
+    RotateSides sides = rotate_sides(&stage->optimizer, m, n);
+    RotateBasis basis = rotate_basis(state, sides, source, m, n);
+    RotateGroup one = {m, n, 1, t->n, rotate_state_floats(sides, source, m, n)};
+    RotateWork work;
+    AdamWStep at = adamw_step(rotate_adam, 1e-5f, 0.01f, 1.0f, layer->step);
+    const float *grad = stage->grads + t->offset;
+    if (rotate_work(&work, sides, m, n, 1, stream)) return -1;
+    float *update = sides.left && sides.right ? work.first : work.second;
+    double times[5];
+    times[0] = seconds();
+    rotate_moments(&basis, grad, &one, at.b2, 1.0f, work.square, stream);
+    rotate_turn(work.first, grad, t->n, work.second, &basis, &one, 0, stream);
+    times[1] = seconds();
+    rotate_direction(work.first, stage->m + t->offset, stage->v + t->offset, at, 0, t->n, stream);
+    times[2] = seconds();
+    rotate_turn(update, work.first, t->n, work.second, &basis, &one, 1, stream);
+    times[3] = seconds();
+    rotate_apply(stage->params + t->offset, update, at.keep, t->n, stream);
+    times[4] = seconds();
+    *products += times[1] - times[0] + times[3] - times[2];
+    *passes += times[2] - times[1] + times[4] - times[3];
+    return 0;
+}
+
+// square: three of 2048^2.
+static int rotate_layer_round(RotateLayer *layer, int round, float *square) {
+    Stage *stage = &layer->stage;
+    double cycle = 0.0, products = 0.0, passes = 0.0, peaks[3];
+    for (int i = 0; i < ROTATE_EVERY; i++) cycle += rotate_layer_step(layer); // each matrix is refreshed once
+    layer->rotated[round] = cycle / ROTATE_EVERY;
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (stage->tensors[i].block &&
+            rotate_parts(layer, &stage->tensors[i], stage->rotation + rotation_floats(stage, i), &products, &passes))
+            return -1;
+    layer->products[round] = products, layer->passes[round] = passes;
+    for (int i = 0; i < 3; i++) peaks[i] = matmul_peak(square, layer->stream);
+    layer->peak[round] = median(peaks, 3);
+    stage->optimizer.kind = OPTIMIZER_ADAMW;
+    MEDIAN_SECONDS(&layer->plain[round], 5,
+                   { stage_update(stage, rotate_adam, 1e-5f, 0.01f, 1.0, 1.0f, layer->step, layer->stream); });
+    stage->optimizer.kind = OPTIMIZER_ROTATE;
+    return stream_check(layer->stream);
+}
+
+// What a rotation adds to an AdamW step of so many tokens, in percent.
+static double rotate_share(const RotateLayer *layer, const RotateModel *model, double tokens) {
+    double shares[ROTATE_ROUNDS];
+    for (int r = 0; r < ROTATE_ROUNDS; r++)
+        shares[r] = 100.0 * ROTATE_LAYERS * (layer->rotated[r] - layer->plain[r]) /
+                    (tokens * model->token[r] + model->update[r]);
+    return median(shares, ROTATE_ROUNDS);
+}
+
+static void rotate_print(RotateLayer *layer, int way, const RotateModel *models) {
+    static const char *const names[ROTATE_WAYS] = {"(2nd, bi)", "(2nd, uni)", "(1st, bi)", "(1st, uni)"};
+    double products = median(layer->products, ROTATE_ROUNDS), passes = median(layer->passes, ROTATE_ROUNDS);
+    double gflops[ROTATE_ROUNDS], of_peak[ROTATE_ROUNDS], extra[ROTATE_ROUNDS], L = ROTATE_LAYERS;
+    double shares[2][2];
+    for (int p = 0; p < 2; p++) // before the rounds are sorted
+        for (int t = 0; t < 2; t++)
+            shares[p][t] = models[p].stream != NULL ? rotate_share(layer, &models[p], t ? 4096.0 : 65536.0) : NAN;
+    for (int r = 0; r < ROTATE_ROUNDS; r++) {
+        gflops[r] = 1e-9 * rotate_layer_flops(&layer->stage) / layer->products[r];
+        of_peak[r] = 100.0 * gflops[r] / layer->peak[r], extra[r] = layer->rotated[r] - layer->plain[r];
+    }
+    double added = median(extra, ROTATE_ROUNDS);
+    printf("  %-10s %7.3f s: products %7.3f, passes %6.3f, refreshes %7.3f   %6.1f GFLOP/s %5.1f%% of peak   65,536 "
+           "tokens "
+           "fp32 %5.1f%% bf16 %5.1f%%   4,096 tokens fp32 %5.1f%% bf16 %5.1f%%   first %.1f s\n",
+           names[way], L * added, L * products, L * passes,
+           L * (median(layer->rotated, ROTATE_ROUNDS) - products - passes), median(gflops, ROTATE_ROUNDS),
+           median(of_peak, ROTATE_ROUNDS), shares[0][0], shares[1][0], shares[0][1], shares[1][1], L * layer->first);
+    fflush(stdout);
+}
+
+static int bench_rotate(void) {
+    static RotateModel models[2];
+    static RotateLayer layers[ROTATE_WAYS];
+    float *square = (float *)device_alloc(sizeof(float) * 3 * 2048 * 2048);
+    int n_models = device_has_bf16() ? 2 : 1;
+    if (square == NULL) return -1;
+    for (int p = 0; p < n_models; p++)
+        if (rotate_model_open(&models[p], (Precision)p) || rotate_model_round(&models[p], -1)) return -1;
+    for (int way = 0; way < ROTATE_WAYS; way++) {
+        if (rotate_layer_open(&layers[way], way)) return -1;
+        layers[way].first = rotate_layer_step(&layers[way]);
+        for (int i = 0; i < ROTATE_EVERY; i++) rotate_layer_step(&layers[way]); // makes the kernels of refreshes
+    }
+    for (int r = 0; r < ROTATE_ROUNDS; r++) {
+        for (int way = 0; way < ROTATE_WAYS; way++) {
+            for (int p = 0; p < n_models && way == 0; p++)
+                if (rotate_model_round(&models[p], r)) return -1;
+            if (rotate_layer_round(&layers[way], r, square)) return -1;
+        }
+    }
+    printf("rotation of 124M, a layer times %d, refreshes every %d steps, %d threads; what it adds to an AdamW step:\n",
+           ROTATE_LAYERS, ROTATE_EVERY, layers[0].stream->threads);
+    for (int way = 0; way < ROTATE_WAYS; way++) rotate_print(&layers[way], way, models);
+    for (int p = 0; p < n_models; p++)
+        printf("  %s: a token's forward and backward %.3f ms, an AdamW update %.3f s\n", p ? "bf16" : "fp32",
+               1e3 * median(models[p].token, ROTATE_ROUNDS), median(models[p].update, ROTATE_ROUNDS));
+    for (int p = 0; p < n_models; p++) stage_free(&models[p].stage), stream_destroy(models[p].stream);
+    for (int p = 0; p < n_models; p++) batch_free(&models[p].batch);
+    for (int way = 0; way < ROTATE_WAYS; way++) stage_free(&layers[way].stage), stream_destroy(layers[way].stream);
+    device_free(square);
+    return 0;
+}
+
 static int bench_named(int argc, char **argv, const char *name) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], name) == 0) return 1;
@@ -416,7 +627,7 @@ int main(int argc, char **argv) {
     int result = 0;
     int parts = bench_named(argc, argv, "parts"), small = bench_named(argc, argv, "124m");
     int large = bench_named(argc, argv, "1b"), mesh = bench_named(argc, argv, "mesh");
-    int all = !parts && !small && !large && !mesh;
+    int rotate = bench_named(argc, argv, "rotate"), all = !parts && !small && !large && !mesh && !rotate;
     double step = 0.0;
     for (int p = 0; p < 2 && result == 0; p++) {
         Precision precision = (Precision)p;
@@ -430,6 +641,7 @@ int main(int argc, char **argv) {
         if (result == 0 && (all || mesh)) result = bench_mesh(precision);
         if (result == 0 && (all || large)) result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, precision, 1, &step);
     }
+    if (result == 0 && (all || rotate)) result = bench_rotate();
     if (result != 0) printf("bench: %s\n", error_message);
     return result != 0;
 }

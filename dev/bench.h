@@ -20,6 +20,23 @@ static double flops_per_token(const Stage *stage, int T) {
     return 6.0 * matrices + 6.0 * T * (double)stage->A * c->n_layers;
 }
 
+// Multiplications and additions of a second moment as it is computed.
+static double rotate_moment_flops(int side, int inner) {
+    double flops = 0.0;
+    for (int i = 0; i < side; i += ROTATE_BLOCK) {
+        int rows = side - i < ROTATE_BLOCK ? side - i : (int)ROTATE_BLOCK;
+        flops += 2.0 * rows * (i + rows) * inner;
+    }
+    return flops;
+}
+
+// The same of the products of a rotated step of a matrix (m,n) without a refresh. second: of second moments too.
+static double rotate_product_flops(RotateSides sides, int second, int m, int n) {
+    double left = 4.0 * m * m * n + (second ? rotate_moment_flops(m, n) : 0.0);
+    double right = 4.0 * m * n * n + (second ? rotate_moment_flops(n, m) : 0.0);
+    return (sides.left ? left : 0.0) + (sides.right ? right : 0.0);
+}
+
 // A batch of random tokens and targets.
 static void fill_batch(Batch *batch, int vocab) {
     int N = batch->b * batch->T;

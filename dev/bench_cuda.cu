@@ -2,7 +2,8 @@
 // build/bench_cuda [kernels] [train] [K=part of a kernel's name] [B=sequences of a micro-batch]
 //
 //   kernels  each op alone, at the shapes of the Llama-3.2-1B model: N 8192 rows = 4 sequences of 2048 tokens, C 2048,
-//            QKV 3072, F 8192, V 128256; heads of 64 (32 over 8), and of 128 (16 over 8). K=matmul: those alone
+//            QKV 3072, F 8192, V 128256; heads of 64 (32 over 8), and of 128 (16 over 8). K=matmul: those alone.
+//            rotate is the step of a layer's matrices in their bases at d 768, ffn 2048, those of a shape together
 //   train    whole steps of that model with random weights, T 2048, one micro-batch a step: the largest that fits of
 //            16, 8, 4, 2, 1 sequences, or B=n
 // Neither word: both. First the ceilings: the quicker of two ways to copy 1 GB, and products of square matrices by
@@ -31,18 +32,20 @@
 //                 of the weights; head and loss, forward and backward; layers; gradient norm and AdamW
 #define BENCHMARK
 #include "../train_gpt.cu"
-#include "bench.h" // median, flops_per_token, fill_batch
+#include "bench.h" // median, flops_per_token, fill_batch, rotate_product_flops
 
 #ifdef BENCH_TINY // runs through the emulator in seconds: proves the code, no speed
 #define BENCH_SPEC  "layers=2,d=128,heads=2,kv=1,ffn=256,vocab=500,tied=1"
 #define BENCH_POOL  ((size_t)96 << 20)
 #define BENCH_TIMES 2
 enum { BENCH_B = 1, BENCH_T = 48, BENCH_RANK = 16, BENCH_SQUARE = 128, BENCH_HEAD = 40 };
+enum { BENCH_ROTATED_C = 48, BENCH_ROTATED_F = 80 };
 #else
 #define BENCH_SPEC  "llama-3.2-1b"
 #define BENCH_POOL  ((size_t)6 << 30)
 #define BENCH_TIMES 9
 enum { BENCH_B = 4, BENCH_T = 2048, BENCH_RANK = 256, BENCH_SQUARE = 8192, BENCH_HEAD = 2048 };
+enum { BENCH_ROTATED_C = 768, BENCH_ROTATED_F = 2048 };
 #endif
 
 typedef struct {
@@ -207,7 +210,8 @@ static void measure_product(Bench *bench, int bf16, int size) {
     double best = 0.0, square = (double)size * size;
     Stream *stream = bench->stream;
     for (int layout = 0; layout < 3; layout++) {
-        MatmulShape shape = {size, size, size, size, size, size, 0, 0, 0, layout == 2, layout == 0, bf16, bf16};
+        MatmulShape shape = {size,        size,        size, size, size, size, 0, 0, 0,
+                             layout == 2, layout == 0, bf16, bf16, 0,    0,    0, 0};
         double took = bench_time(bench, [=](Pieces &p) {
             int64_t n_bytes = (int64_t)size * size * (bf16 ? 2 : 4);
             char *out = p.take<char>(n_bytes), *a = p.take<char>(n_bytes), *b = p.take<char>(n_bytes);
@@ -478,7 +482,8 @@ static void bench_product(Bench *bench, const char *name, int N, int K, int M, i
         floatX *out = p.take<floatX>((int64_t)N * M), *x = p.take<floatX>((int64_t)N * K);
         matmul_forward(out, x, p.weight((int64_t)K * M), N, K, M, accumulate ? out : NULL, stream);
     });
-    MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16}; // as in matmul_backward
+    MatmulShape input = {N, K, M,           M,           K, K, 0, 0, 0,
+                         0, 0, MATMUL_BF16, MATMUL_BF16, 0, 0, 0, 0}; // as in matmul_backward
     snprintf(label, sizeof label, "matmul %s dx", name);
     bench_row(bench, row_of(label, 0, flops, MATMUL_BF16, "%d x %d x %d", N, K, M), [=](Pieces &p) {
         floatX *dx = p.take<floatX>((int64_t)N * K), *dout = p.take<floatX>((int64_t)N * M);
@@ -568,6 +573,26 @@ static void bench_rows_of_matrices(Bench *bench, int m, int n) {
     }
 }
 
+// The step of `count` matrices together, both sides rotated by second moments, without a refresh and with one.
+static void bench_rotation(Bench *bench, int m, int n, int count) {
+    Stream *stream = bench->stream;
+    Optimizer optimizer = {OPTIMIZER_ROTATE, ROTATE_2ND, ROTATE_BI, REFRESH_UNIFORM, 10, 4096};
+    RotateSides sides = rotate_sides(&optimizer, m, n);
+    int64_t values = (int64_t)count * m * n, bases = count * rotate_state_floats(sides, ROTATE_2ND, m, n);
+    double flops = count * rotate_product_flops(sides, 1, m, n);
+    for (int due = 0; due < 2; due++) {
+        const char *name = due ? "rotate, one refreshed (waits)" : "rotate";
+        bench_row(bench, row_of(name, 0, flops, 0, "%d of %d x %d", count, m, n), [=](Pieces &p) {
+            RotateRefresh refresh[4] = {due ? ROTATE_WARM : ROTATE_KEEP, ROTATE_KEEP, ROTATE_KEEP, ROTATE_KEEP};
+            AdamW adam = {0.9f, 0.999f, 1e-8f};
+            float *param = p.take<float>(values), *grad = p.take<float>(values), *mean = p.take<float>(values);
+            float *v = p.take<float>(values), *state = p.take<float>(bases);
+            rotate_update_group(param, grad, mean, v, state, m, n, count, (int64_t)m * n, &optimizer, refresh, adam,
+                                1e-5f, 0.01f, 1.0f, 2, stream);
+        });
+    }
+}
+
 static int bench_kernels(Bench *bench) {
     Config config;
     Indices indices;
@@ -584,6 +609,9 @@ static int bench_kernels(Bench *bench) {
     int wide_heads = (int)config_q_dim(&config) / 128;
     bench_attention(bench, B, T, wide_heads, wide_heads < config.kv_heads ? wide_heads : config.kv_heads, 128);
     bench_rows_of_matrices(bench, config.ffn, config.channels);
+    bench_rotation(bench, BENCH_ROTATED_C, BENCH_ROTATED_C, 4);
+    bench_rotation(bench, BENCH_ROTATED_F, BENCH_ROTATED_C, 2);
+    bench_rotation(bench, BENCH_ROTATED_C, BENCH_ROTATED_F, 1);
     indices_free(&indices);
     return stream_check(bench->stream);
 }

@@ -65,10 +65,12 @@ static inline void bf16_round(uint16_t *to, const float *from, int64_t rows, int
 
 typedef struct {
     int64_t rows, cols, inner, lda, ldb, ldo;
-    int64_t align_a, align_b, align_out;  // bytes all pointers of this entry are multiples of
-    int trans_a, trans_b, bf16, out_bf16; // element types: of both operands, of the result
+    int64_t align_a, align_b, align_out;           // bytes all pointers of this entry are multiples of
+    int trans_a, trans_b, bf16, out_bf16;          // element types: of both operands, of the result
+    int64_t count, stride_a, stride_b, stride_out; // 0: one product; else a batch, its matrices so many elements apart
 } MatmulShape;
-static_assert(sizeof(MatmulShape) == 9 * sizeof(int64_t) + 4 * sizeof(int), "shapes are compared as bytes: no padding");
+static_assert(sizeof(MatmulShape) == 13 * sizeof(int64_t) + 4 * sizeof(int),
+              "shapes are compared as bytes: no padding");
 
 typedef struct {
     MatmulShape shape;
@@ -129,16 +131,22 @@ static inline int matmul_status(cublasStatus_t status, const char *call, int lin
         if (matmul_status(call, #call, __LINE__)) return -1;                                                           \
     } while (0)
 
-// The largest power of two up to 256 that divides an address.
-static inline int64_t matmul_alignment(const void *pointer) {
+// The largest power of two up to 256 that divides an address and a distance in bytes.
+static inline int64_t matmul_alignment(const void *pointer, int64_t stride) {
     int64_t bytes = 256;
-    while ((uintptr_t)pointer % (uintptr_t)bytes != 0) bytes /= 2;
+    while (((uintptr_t)pointer | (uintptr_t)stride) % (uintptr_t)bytes != 0) bytes /= 2;
     return bytes;
 }
 
 // A row-major matrix (rows, cols) is, in columns, its transpose (cols, rows) with the same stride.
-static inline int matmul_layout(cublasLtMatrixLayout_t *layout, int bf16, int64_t rows, int64_t cols, int64_t ld) {
+static inline int matmul_layout(cublasLtMatrixLayout_t *layout, int bf16, int64_t rows, int64_t cols, int64_t ld,
+                                int64_t count, int64_t stride) {
+    int32_t batch = (int32_t)count;
     MATMUL_TRY(cublasLtMatrixLayoutCreate(layout, bf16 ? CUDA_R_16BF : CUDA_R_32F, (uint64_t)cols, (uint64_t)rows, ld));
+    if (count == 0) return 0;
+    MATMUL_TRY(cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch));
+    MATMUL_TRY(
+        cublasLtMatrixLayoutSetAttribute(*layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
     return 0;
 }
 
@@ -174,9 +182,10 @@ static inline int matmul_describe(MatmulEntry *entry) {
     MATMUL_TRY(cublasLtMatmulDescSetAttribute(entry->product, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
     int64_t a_rows = shape->trans_a ? shape->inner : shape->rows, a_cols = shape->trans_a ? shape->rows : shape->inner;
     int64_t b_rows = shape->trans_b ? shape->cols : shape->inner, b_cols = shape->trans_b ? shape->inner : shape->cols;
-    if (matmul_layout(&entry->a, shape->bf16, a_rows, a_cols, shape->lda)) return -1;
-    if (matmul_layout(&entry->b, shape->bf16, b_rows, b_cols, shape->ldb)) return -1;
-    return matmul_layout(&entry->out, shape->out_bf16, shape->rows, shape->cols, shape->ldo);
+    int64_t count = shape->count;
+    if (matmul_layout(&entry->a, shape->bf16, a_rows, a_cols, shape->lda, count, shape->stride_a)) return -1;
+    if (matmul_layout(&entry->b, shape->bf16, b_rows, b_cols, shape->ldb, count, shape->stride_b)) return -1;
+    return matmul_layout(&entry->out, shape->out_bf16, shape->rows, shape->cols, shape->ldo, count, shape->stride_out);
 }
 
 static inline int matmul_choose(MatmulEntry *entry, cublasLtMatmulPreference_t preference, Stream *stream) {
@@ -237,8 +246,10 @@ static inline int matmul_try(void *out, const void *add, const void *a, const vo
 static inline void matmul_run_add(void *out, const void *add, const void *a, const void *b, MatmulShape shape,
                                   float alpha, float beta, Stream *stream) {
     if (stream->failed) return;
-    shape.align_a = matmul_alignment(a), shape.align_b = matmul_alignment(b);
-    shape.align_out = matmul_alignment((const void *)((uintptr_t)out | (uintptr_t)add));
+    int64_t bytes = shape.bf16 ? 2 : 4, out_bytes = shape.out_bf16 ? 2 : 4;
+    shape.align_a = matmul_alignment(a, bytes * shape.stride_a);
+    shape.align_b = matmul_alignment(b, bytes * shape.stride_b);
+    shape.align_out = matmul_alignment((const void *)((uintptr_t)out | (uintptr_t)add), out_bytes * shape.stride_out);
     if (matmul_try(out, add, a, b, &shape, alpha, beta, stream)) stream->failed = 1;
 }
 
@@ -253,7 +264,7 @@ static inline void matmul_run(void *out, const void *a, const void *b, MatmulSha
 static inline void matmul_product(float *out, int64_t ldo, const void *a, int64_t lda, int trans_a, const void *b,
                                   int64_t ldb, int trans_b, int64_t rows, int64_t cols, int64_t inner, int bf16,
                                   int accumulate, Stream *stream) {
-    MatmulShape shape = {rows, cols, inner, lda, ldb, ldo, 0, 0, 0, trans_a, trans_b, bf16, 0};
+    MatmulShape shape = {rows, cols, inner, lda, ldb, ldo, 0, 0, 0, trans_a, trans_b, bf16, 0, 0, 0, 0, 0};
     matmul_run(out, a, b, shape, 1.0f, accumulate ? 1.0f : 0.0f, stream);
 }
 
@@ -261,8 +272,19 @@ static inline void matmul_product(float *out, int64_t ldo, const void *a, int64_
 static inline void matmul_scaled(float *out, int64_t ldo, const float *a, int64_t lda, int trans_a, const float *b,
                                  int64_t ldb, int trans_b, int64_t rows, int64_t cols, int64_t inner, float alpha,
                                  float beta, Stream *stream) {
-    MatmulShape shape = {rows, cols, inner, lda, ldb, ldo, 0, 0, 0, trans_a, trans_b, 0, 0};
+    MatmulShape shape = {rows, cols, inner, lda, ldb, ldo, 0, 0, 0, trans_a, trans_b, 0, 0, 0, 0, 0, 0};
     matmul_run(out, a, b, shape, alpha, beta, stream);
+}
+
+// out = op(a) op(b), all fp32, for `count` products whose matrices lie stride_out, stride_a, stride_b floats
+// apart; other arguments as above. One call: small products together fill the card.
+static inline void matmul_batch(float *out, int64_t ldo, int64_t stride_out, const float *a, int64_t lda,
+                                int64_t stride_a, int trans_a, const float *b, int64_t ldb, int64_t stride_b,
+                                int trans_b, int64_t rows, int64_t cols, int64_t inner, int count, Stream *stream) {
+    MatmulShape shape = {rows, cols, inner, lda, ldb, ldo, 0, 0, 0, trans_a, trans_b, 0, 0, 0, 0, 0, 0};
+    if (count > 1)
+        shape.count = count, shape.stride_a = stride_a, shape.stride_b = stride_b, shape.stride_out = stride_out;
+    matmul_run(out, a, b, shape, 1.0f, 0.0f, stream);
 }
 
 typedef struct {
@@ -292,7 +314,7 @@ static inline int64_t matmul_bytes(int64_t weight, int64_t inputs, int64_t grads
 // out (N, M) = x (N, K) weight^T, plus residual (N, M) unless that is NULL; residual may be out.
 static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, int N, int K, int M,
                                   const floatX *residual, Stream *stream) {
-    MatmulShape shape = {N, M, K, K, K, M, 0, 0, 0, 0, 1, MATMUL_BF16, MATMUL_BF16};
+    MatmulShape shape = {N, M, K, K, K, M, 0, 0, 0, 0, 1, MATMUL_BF16, MATMUL_BF16, 0, 0, 0, 0};
     const floatX *add = residual != NULL ? residual : out;
     matmul_run_add(out, add, x, matmul_weight(weight, K, M, stream), shape, 1.0f, residual != NULL ? 1.0f : 0.0f,
                    stream);
@@ -301,8 +323,8 @@ static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, i
 // dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x. x (N, K), weight (M, K).
 static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, Weight weight,
                                    int N, int K, int M, int accumulate_dweight, Stream *stream) {
-    MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16};
-    MatmulShape weights = {M, K, N, M, K, K, 0, 0, 0, 1, 0, MATMUL_BF16, 0};
+    MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16, 0, 0, 0, 0};
+    MatmulShape weights = {M, K, N, M, K, K, 0, 0, 0, 1, 0, MATMUL_BF16, 0, 0, 0, 0, 0};
     matmul_run(dx, dout, matmul_weight(weight, K, M, stream), input, 1.0f, 0.0f, stream);
     matmul_run(dweight, dout, x, weights, 1.0f, accumulate_dweight ? 1.0f : 0.0f, stream);
 }

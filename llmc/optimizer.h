@@ -165,10 +165,15 @@ static inline int64_t rotate_longest(RotateSides sides, int64_t m, int64_t n) {
     return left > right ? left : right;
 }
 
-// Floats of scratch that a step takes: three matrices, a square of the longest side, its keys and their order.
-static inline int64_t rotate_scratch_floats(RotateSides sides, int64_t m, int64_t n) {
+// Matrices of scratch for a step of `count` together: two of each, three for a refresh of one.
+static inline int64_t rotate_scratch_matrices(int64_t count) {
+    return count > 1 ? 2 * count : 3;
+}
+
+// Floats of it: those matrices, `count` squares of the longest side, its keys and their order.
+static inline int64_t rotate_scratch_floats(RotateSides sides, int64_t m, int64_t n, int64_t count) {
     int64_t side = rotate_longest(sides, m, n), longer = m > n ? m : n;
-    return 3 * m * n + side * side + 2 * longer;
+    return rotate_scratch_matrices(count) * m * n + count * side * side + 2 * longer;
 }
 
 // What a step does to the bases.
@@ -195,14 +200,16 @@ static inline HOST_DEVICE int rotate_before(float a, int i, float b, int j) {
 }
 
 // Multiplications and additions of a step of a matrix (m,n) beside AdamW's, refreshes on average over the steps: a
-// refresh of a side is a product and a QR, 2 s^3 and 8/3 s^3; the first one, which costs more, is not counted.
+// refresh takes the momentum out of the old bases and into the new ones, and for a side s a product and a QR, 2 s^3 and
+// 8/3 s^3; the first one, which costs more, is not counted.
 static inline double optimizer_flops(const Optimizer *optimizer, double m, double n) {
     double k = m < n ? m : n;
     if (optimizer->kind == OPTIMIZER_MUON) return MUON_STEPS * (4.0 * m * n * k + 2.0 * k * k * k);
     if (optimizer->kind != OPTIMIZER_ROTATE) return 0.0;
     RotateSides sides = rotate_sides(optimizer, (int64_t)m, (int64_t)n);
     double left = sides.left ? m : 0.0, right = sides.right ? n : 0.0;
-    double products = optimizer->source == ROTATE_2ND ? 4.0 : 3.0; // G', M', the way back; L or R
+    double moments = optimizer->source == ROTATE_2ND ? 0.5 : 0.0; // symmetric: half of them is computed
+    double products = 2.0 + 2.0 / optimizer->every + moments;     // G', the way back; M at refreshes; L or R
     return products * 2.0 * m * n * (left + right) +
            14.0 / 3.0 * (left * left * left + right * right * right) / optimizer->every;
 }

@@ -48,6 +48,10 @@ typedef enum {
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES = 7,
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES = 8
 } cublasLtMatmulPreferenceAttributes_t;
+typedef enum {
+    CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT = 5,
+    CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET = 6
+} cublasLtMatrixLayoutAttribute_t;
 
 typedef struct EmuBlas {
     uint32_t magic; // EMU_BLAS_MAGIC while it lives
@@ -62,7 +66,7 @@ typedef struct EmuBlasProduct {
 
 typedef struct EmuBlasLayout {
     cudaDataType_t type;
-    int64_t rows, cols, ld;
+    int64_t rows, cols, ld, count, stride; // count matrices, stride elements apart
 } * cublasLtMatrixLayout_t;
 
 typedef struct EmuBlasPreference {
@@ -143,7 +147,20 @@ static inline cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t
 // A matrix in columns: element (row, col) at row + col * ld.
 static inline cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType_t type,
                                                         uint64_t rows, uint64_t cols, int64_t ld) {
-    *layout = new EmuBlasLayout{type, (int64_t)rows, (int64_t)cols, ld};
+    *layout = new EmuBlasLayout{type, (int64_t)rows, (int64_t)cols, ld, 1, 0};
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+static inline cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                              cublasLtMatrixLayoutAttribute_t attribute,
+                                                              const void *value, size_t n_bytes) {
+    int32_t count;
+    size_t expected = attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT ? sizeof count : sizeof layout->stride;
+    if (n_bytes != expected) return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "size of an attribute");
+    if (attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT)
+        memcpy(&count, value, sizeof count), layout->count = count;
+    else
+        memcpy(&layout->stride, value, sizeof layout->stride);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -178,7 +195,7 @@ static inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmul
 
 static inline int emu_blas_layout_ok(const EmuBlasLayout *layout) {
     return layout->rows > 0 && layout->cols > 0 && layout->ld >= layout->rows && layout->rows <= INT32_MAX &&
-           layout->cols <= INT32_MAX && layout->ld <= INT32_MAX;
+           layout->cols <= INT32_MAX && layout->ld <= INT32_MAX && layout->count > 0 && layout->stride >= 0;
 }
 
 // What can be said of a product without its data.
@@ -195,6 +212,10 @@ static inline cublasStatus_t emu_blas_check(cublasLtHandle_t handle, const EmuBl
     int64_t n = product->trans_b ? b->rows : b->cols, inner = product->trans_b ? b->cols : b->rows;
     if (k != inner || d->rows != m || d->cols != n || c->rows != m || c->cols != n)
         return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the matrices' sizes do not fit");
+    if (a->count != d->count || b->count != d->count || c->count != d->count)
+        return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the matrices are not as many of each");
+    if (d->count > 1 && d->stride < (d->cols - 1) * d->ld + d->rows)
+        return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the results of a batch overlap");
     int inputs_ok = a->type == b->type && c->type == d->type;
     if (!inputs_ok || (a->type == CUDA_R_32F && d->type != CUDA_R_32F) || product->compute != CUBLAS_COMPUTE_32F ||
         product->scale != CUDA_R_32F)
@@ -222,8 +243,13 @@ static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t han
     return CUBLAS_STATUS_SUCCESS;
 }
 
+static inline int64_t emu_blas_width(const EmuBlasLayout *layout) {
+    return layout->type == CUDA_R_32F ? 4 : 2;
+}
+
 static inline int64_t emu_blas_bytes(const EmuBlasLayout *layout) {
-    return ((layout->cols - 1) * layout->ld + layout->rows) * (layout->type == CUDA_R_32F ? 4 : 2);
+    int64_t last = (layout->count - 1) * layout->stride + (layout->cols - 1) * layout->ld;
+    return (last + layout->rows) * emu_blas_width(layout);
 }
 
 static inline std::vector<float> emu_blas_widen(const void *data, const EmuBlasLayout &layout) {
@@ -283,9 +309,10 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMat
     for (int i = 0; i < 4; i++) {
         const EmuBlasLayout *chosen = &algo->layout[i];
         if (chosen->type != layout[i]->type || chosen->rows != layout[i]->rows || chosen->cols != layout[i]->cols ||
-            chosen->ld != layout[i]->ld)
+            chosen->ld != layout[i]->ld || chosen->count != layout[i]->count || chosen->stride != layout[i]->stride)
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "the algorithm was chosen for other shapes");
-        if ((uintptr_t)data[i] % algo->align[i] != 0)
+        uintptr_t apart = (uintptr_t)(chosen->count > 1 ? chosen->stride * emu_blas_width(chosen) : 0);
+        if (((uintptr_t)data[i] | apart) % algo->align[i] != 0)
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "a matrix is less aligned than was promised");
         if (!emu::is_device(data[i], (size_t)emu_blas_bytes(layout[i])))
             return emu_blas_refuse(CUBLAS_STATUS_INVALID_VALUE, "a matrix is not, or not wholly, in device memory");
@@ -301,7 +328,12 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMat
     cublasLtMatmulAlgo_t chosen = *algo;
     emu::enqueue(stream, [=] {
         memset(workspace, 0xFF, chosen.workspace_bytes); // NaN: nobody else may keep anything there
-        emu_blas_compute(chosen, scale, A, B, keep, C, D);
+        for (int64_t i = 0; i < chosen.layout[3].count; i++) {
+            const char *from[3] = {(const char *)A, (const char *)B, (const char *)C};
+            for (int k = 0; k < 3; k++) from[k] += i * chosen.layout[k].stride * emu_blas_width(&chosen.layout[k]);
+            char *to = (char *)D + i * chosen.layout[3].stride * emu_blas_width(&chosen.layout[3]);
+            emu_blas_compute(chosen, scale, from[0], from[1], keep, from[2], to);
+        }
     });
     return CUBLAS_STATUS_SUCCESS;
 }

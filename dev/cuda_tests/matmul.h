@@ -1,6 +1,6 @@
 // Matrix products against the CPU's in fp32 on the same rounded numbers: odd sizes, all three directions, overwriting
 // and adding, strides and addresses that no vector fits. Must fail for: operands or transposes exchanged, += for =,
-// dweight in bf16, a product's description used for another of its size.
+// dweight in bf16, a product's description used for another of its size, strides of a batch exchanged.
 #include <stddef.h> // size_t
 
 namespace cpu {
@@ -108,6 +108,26 @@ static void product_case(int64_t rows, int64_t cols, int64_t inner, int kind, in
     product_matrix_release(&out, "out");
 }
 
+// matmul_batch of matrices with gaps between them; what lies in out's gaps stays.
+static void batch_case(int count, int64_t rows, int64_t cols, int64_t inner, int kind) {
+    int trans_a = kind & 1, trans_b = kind >> 1 & 1;
+    int64_t lda = (trans_a ? rows : inner) + 3, ldb = (trans_b ? inner : cols) + 1, ldo = cols + 2;
+    int64_t stride_a = (trans_a ? inner : rows) * lda + 5, stride_b = (trans_b ? cols : inner) * ldb, n = count;
+    int64_t stride_out = rows * ldo + 7;
+    float *a = host_random(n * stride_a, 24, 1.0f), *b = host_random(n * stride_b, 25, 1.0f);
+    float *out = host_random(n * stride_out, 26, 1.0f), *on_out = device_of_host(out, n * stride_out);
+    float *on_a = device_of_host(a, n * stride_a), *on_b = device_of_host(b, n * stride_b);
+    matmul_batch(on_out, ldo, stride_out, on_a, lda, stride_a, trans_a, on_b, ldb, stride_b, trans_b, rows, cols, inner,
+                 count, test_stream);
+    cpu::matmul_batch(out, ldo, stride_out, a, lda, stride_a, trans_a, b, ldb, stride_b, trans_b, rows, cols, inner,
+                      count, test_cpu_stream);
+    check_device(on_out, out, n * stride_out, 1e-6, "batch");
+    device_release(on_a, n * stride_a, "a");
+    device_release(on_b, n * stride_b, "b");
+    free(a);
+    free(b);
+}
+
 // Factors of the sum and of what was there.
 static void scaled_case(void) {
     enum { M = 13, N = 22, R = 5 };
@@ -176,7 +196,7 @@ static void refused_case(void) {
 static void planted_case(const char *what, const char *message, void *out, const void *a, const void *b,
                          int64_t promised) {
     Stream *stream = NULL;
-    MatmulShape shape = {4, 4, 4, 4, 4, 4, promised, promised, promised, 0, 0, 0, 0};
+    MatmulShape shape = {4, 4, 4, 4, 4, 4, promised, promised, promised, 0, 0, 0, 0, 0, 0, 0, 0};
     need(stream_create(&stream, PRECISION_BF16, 1), "stream");
     check(matmul_try(out, out, a, b, &shape, 1.0f, 0.0f, stream) != 0, "%s: was accepted", what);
     check_message(message, what);
@@ -203,6 +223,7 @@ static void test_cuda_matmul(void) {
         for (int kind = 0; kind < 16; kind++)
             for (int64_t gap = 0; gap < 6; gap += 5)
                 product_case(products[i][0], products[i][1], products[i][2], kind, gap, gap > 0 ? 1 + kind % 3 : 0);
+    for (int kind = 0; kind < 4; kind++) batch_case(1, 5, 7, 3, kind), batch_case(3, 9, 17, 12, kind);
     scaled_case();
     round_cases();
     refused_case();
