@@ -1,6 +1,5 @@
 // Factorizations of dense fp32 matrices, CPU. Small and full ones by LAPACK (OpenBLAS), truncated ones by subspace
-// iteration (Halko, Martinsson and Tropp 2011) whose large products go through oneDNN, as do those of a QR of 256
-// columns and more. All matrices are row-major.
+// iteration (Halko, Martinsson and Tropp 2011) whose large products go through oneDNN. All matrices are row-major.
 //   A (m,n) = U (m,k) diag(s (k)) V (n,k)^T,  k = min(m,n),  U^T U = V^T V = I,  s descending
 //   A (n,n) = V (n,n) diag(w (n)) V^T,        A symmetric,   V^T V = I,          w descending
 //
@@ -16,7 +15,7 @@
 #define LLMC_LINALG_H
 
 #include <float.h>   // FLT_MAX
-#include <math.h>    // fabsf, nextafterf, sqrt
+#include <math.h>    // fabsf, nextafterf
 #include <omp.h>     // omp_set_num_threads
 #include <pthread.h> // pthread_once
 #include <stdint.h>  // fixed-width integers
@@ -102,126 +101,14 @@ static inline int svd_full(float *U, float *s, float *V, const float *A, int m, 
     return 0;
 }
 
-// Columns of a panel of the blocked QR factorization, and from how many columns on a matrix is factorized so. Panels of
-// 32 and 128 took longer for sides of 768 and 2048.
-#ifdef TESTING
-enum { LINALG_PANEL = 8, LINALG_BLOCKED = 20 }; // small matrices have several panels too
-#else
-enum { LINALG_PANEL = 64, LINALG_BLOCKED = 256 };
-#endif
-
-// The reflector of column k of a panel A (rows, LINALG_PANEL), I - tau v v^T with v[k] = 1 and 0 above, applied to the
-// columns behind k. v (rows) takes the column's place. Returns tau; 0: nothing to do.
-static inline float linalg_reflect(float *A, float *v, int k, int rows) {
-    enum { WIDTH = LINALG_PANEL };
-    double below = 0.0, head = (double)A[(int64_t)k * WIDTH + k];
-    float sums[WIDTH] = {0.0f};
-    for (int64_t i = 0; i < rows; i++) v[i] = i < k ? 0.0f : A[i * WIDTH + k];
-    for (int i = k + 1; i < rows; i++) below += (double)v[i] * (double)v[i];
-    double beta = head > 0.0 ? -sqrt(head * head + below) : sqrt(head * head + below);
-    float tau = below > 0.0 ? (float)((beta - head) / beta) : 0.0f;
-    for (int i = k + 1; i < rows; i++) v[i] = below > 0.0 ? (float)((double)v[i] / (head - beta)) : 0.0f;
-    v[k] = 1.0f;
-    for (int64_t i = k; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++) sums[j] += v[i] * A[i * WIDTH + j];
-    for (int j = 0; j < WIDTH; j++) sums[j] = j > k ? sums[j] * tau : 0.0f;
-    for (int64_t i = k; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++) A[i * WIDTH + j] -= v[i] * sums[j];
-    for (int64_t i = 0; i < rows; i++) A[i * WIDTH + k] = v[i];
-    return tau;
-}
-
-// Memory of a blocked QR factorization of (m,r).
-typedef struct {
-    float *panels; // the reflectors, a panel (m - j, LINALG_PANEL) behind the other
-    float *T;      // (r, LINALG_PANEL) of panel j: H_1 H_2 ... = I + V T V^T
-    float *x, *y;  // (LINALG_PANEL, r)
-    float *v;      // (m)
-} LinalgBlocks;
-
-// T (w,w) of a panel's reflectors V (rows,w): upper triangular, T[k,k] = -tau[k], the column above by those before.
-// From V^T V in double, tau anew as 2 / v^T v of the v that is there: of fp32 sums Q^T Q was off by up to 10 times as
-// much.
-static inline void linalg_block_factor(float *T, const float *V, const float *tau, int rows, int w) {
-    enum { WIDTH = LINALG_PANEL };
-    double gram[WIDTH][WIDTH] = {{0.0}};
-    for (int64_t i = 0; i < rows; i++)
-        for (int j = 0; j < WIDTH; j++)
-            for (int k = 0; k < WIDTH; k++) gram[j][k] += (double)V[i * WIDTH + j] * (double)V[i * WIDTH + k];
-    for (int k = 0; k < w; k++) {
-        double factor = tau[k] > 0.0f ? -2.0 / gram[k][k] : 0.0;
-        for (int i = 0; i < w; i++) {
-            double sum = 0.0;
-            for (int j = i; j < k; j++) sum += (double)T[i * WIDTH + j] * gram[j][k];
-            T[i * WIDTH + k] = i < k ? (float)(factor * sum) : i == k ? (float)factor : 0.0f;
-        }
-    }
-}
-
-// C (rows, cols) with row stride ldc += V T V^T C; transposed: T^T for T.
-static inline void linalg_block_apply(float *C, int64_t ldc, int cols, const float *V, const float *T, int transposed,
-                                      int rows, int w, const LinalgBlocks *work, Stream *stream) {
-    enum { WIDTH = LINALG_PANEL };
-    if (cols == 0) return;
-    matmul_product(work->x, cols, V, WIDTH, 1, C, ldc, 0, w, cols, rows, 0, 0, stream);
-    matmul_product(work->y, cols, T, WIDTH, transposed, work->x, cols, 0, w, cols, w, 0, 0, stream);
-    matmul_product(C, ldc, V, WIDTH, 0, work->y, cols, 0, rows, cols, w, 0, 1, stream);
-}
-
-// The reflectors of all panels of Q (m,r), which is used up.
-static inline void linalg_block_reflectors(float *Q, int m, int r, const LinalgBlocks *work, Stream *stream) {
-    enum { WIDTH = LINALG_PANEL };
-    float tau[WIDTH], *V = work->panels;
-    for (int j = 0; j < r; j += WIDTH) {
-        int w = r - j < WIDTH ? r - j : WIDTH, rows = m - j;
-        float *T = work->T + (int64_t)j * WIDTH, *from = Q + (int64_t)j * r + j;
-        for (int64_t i = 0; i < rows; i++)
-            for (int k = 0; k < WIDTH; k++) V[i * WIDTH + k] = k < w ? from[i * r + k] : 0.0f;
-        for (int k = 0; k < w; k++) tau[k] = linalg_reflect(V, work->v, k, rows);
-        linalg_block_factor(T, V, tau, rows, w);
-        linalg_block_apply(from + w, r, r - j - w, V, T, 1, rows, w, work, stream);
-        V += (int64_t)rows * WIDTH;
-    }
-}
-
-// Q (m,r) = the panels' reflectors, the last ones first, of the first r columns of the identity. What is left of a
-// panel and above it is still the identity when its turn comes.
-static inline void linalg_block_form(float *Q, int m, int r, const LinalgBlocks *work, Stream *stream) {
-    enum { WIDTH = LINALG_PANEL };
-    const float *V = work->panels;
-    for (int j = 0; j < r; j += WIDTH) V += (int64_t)(m - j) * WIDTH;
-    memset(Q, 0, sizeof(float) * (size_t)m * (size_t)r);
-    for (int64_t i = 0; i < r; i++) Q[i * r + i] = 1.0f;
-    for (int j = (r - 1) / WIDTH * WIDTH; j >= 0; j -= WIDTH) {
-        V -= (int64_t)(m - j) * WIDTH;
-        linalg_block_apply(Q + (int64_t)j * r + j, r, r - j, V, work->T + (int64_t)j * WIDTH, 0, m - j,
-                           r - j < WIDTH ? r - j : WIDTH, work, stream);
-    }
-}
-
-// Householder QR by panels whose reflectors are applied together (Schreiber and Van Loan 1989), so that nearly all of
-// it is oneDNN's products: at sides of 768 and 2048 1.3 to 1.6 times as fast as LAPACK with OpenBLAS's kernels for
-// AVX-512, four times with those it takes for a CPU it does not know, and Q^T Q as near to I. 0, or -1 without memory
-// or if a product fails.
-static inline int linalg_blocked_qr(float *Q, int m, int r, Stream *stream) {
-    enum { WIDTH = LINALG_PANEL };
-    size_t n_panels = (size_t)(r + WIDTH - 1) / WIDTH, wide = (size_t)r * WIDTH, panel = (size_t)m * WIDTH;
-    float *memory = (float *)malloc(sizeof(float) * (n_panels * panel + 3 * wide + (size_t)m));
-    if (memory == NULL) return error_set("out of memory to orthonormalize a %d x %d matrix", m, r);
-    LinalgBlocks work;
-    work.panels = memory, work.T = memory + n_panels * panel;
-    work.x = work.T + wide, work.y = work.x + wide, work.v = work.y + wide;
-    linalg_block_reflectors(Q, m, r, &work, stream);
-    linalg_block_form(Q, m, r, &work, stream);
-    free(memory);
-    return stream_check(stream);
-}
-
-// The same by LAPACK.
-static inline int linalg_lapack_qr(float *Q, int m, int r) {
+// Q (m,r) := the Q of its thin QR factorization, r <= m: orthonormal columns that span those of the input, by
+// Householder reflections, so that dependent or zero columns become some orthonormal ones too.
+// Returns 0, or -1: no memory, Q not finite, or the stream has failed.
+static inline int orthonormalize(float *Q, int m, int r, Stream *stream) {
     // Read by columns, Q is Q^T (r,m) = L H with orthonormal rows in H, and H read by rows is what is asked for.
     int info = 0, query = -1;
     float answers[2] = {0.0f, 0.0f};
+    if (stream_check(stream) || linalg_check(Q, (int64_t)m * r, "orthonormalization")) return -1;
     sgelqf_(&r, &m, Q, &r, NULL, &answers[0], &query, &info);
     sorglq_(&r, &m, &r, Q, &r, NULL, &answers[1], &query, &info);
     int work_size = linalg_work_size(answers[0] > answers[1] ? answers[0] : answers[1]);
@@ -233,14 +120,6 @@ static inline int linalg_lapack_qr(float *Q, int m, int r) {
     omp_set_num_threads(threads);
     free(tau);
     return 0;
-}
-
-// Q (m,r) := the Q of its thin QR factorization, r <= m: orthonormal columns that span those of the input, by
-// Householder reflections, so that dependent or zero columns become some orthonormal ones too.
-// Returns 0, or -1: no memory, Q not finite, or the stream has failed.
-static inline int orthonormalize(float *Q, int m, int r, Stream *stream) {
-    if (stream_check(stream) || linalg_check(Q, (int64_t)m * r, "orthonormalization")) return -1;
-    return r < LINALG_BLOCKED ? linalg_lapack_qr(Q, m, r) : linalg_blocked_qr(Q, m, r, stream);
 }
 
 // A (n,n) symmetric = V (n,n) diag(w (n)) V^T, w descending, an eigenvector a column of V. A is kept; only its lower
