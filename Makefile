@@ -69,7 +69,7 @@ endif
 EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -DWITH_NCCL -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
 EMULATED_FLAGS := $(if $(SANITIZE),$(TEST_FLAGS),-O2 -march=native)
 
-.PHONY: all setup demo test bench fuzz lint plot clean medical FORCE
+.PHONY: all setup demo test test-programs bench fuzz lint plot clean medical FORCE
 all: train
 
 # Says what is built, and builds anew what was built for something else.
@@ -145,6 +145,8 @@ TESTS += build/cuda_ops build/cuda_gpt
 endif
 
 # passive: the tests start many short-lived programs, whose waiting threads should not spin
+test-programs: $(TESTS)
+
 test: setup
 	@$(MAKE) --no-print-directory $(TESTS)
 	@OMP_WAIT_POLICY=passive EMU_DEVICES=3 $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)

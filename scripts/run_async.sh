@@ -6,6 +6,8 @@
 #   scripts/run_async.sh            runs what is not in runs/async-TAG.csv yet, then the tables and the plot
 #   scripts/run_async.sh --table    only those, of the runs that are there
 #   scripts/run_async.sh --quick    the same study in seconds, of a tiny model and made-up text, under runs/async-quick
+#   scripts/run_async.sh --fine     as many tokens in four times as many steps, a quarter as large: a delay of 31 updates is
+#                                   less of such a run. Only P = 1 and 32 of four optimizers; an hour on two cores
 #
 # First every optimizer at P = 1 and 32, its learning rate climbed for among RATES; then P = 4, 8, 16 of adamw, the better
 # baseline and rotate-2nd-bi with the rates from the best at P = 1 to the best at 32, and what differs from such a run in one
@@ -24,12 +26,13 @@
 # A run is known by all of its options and `version`: whoever changes what an optimizer does counts that up. STEPS (1000), TAG,
 # ONLY ('rotate.*'), RUNS and TRAIN as in scripts/study.sh.
 cd "$(dirname "$0")/.."
-study=async version=1 quick=0 table=0
+study=async version=1 quick=0 table=0 fine=0
 for word in "$@"; do
     case $word in
     --quick) quick=1 ;;
     --table) table=1 ;;
-    *) echo "usage: scripts/run_async.sh [--quick] [--table]" >&2; exit 2 ;;
+    --fine) fine=1 STEPS=${STEPS:-4000} TAG=${TAG:-fine} ;;
+    *) echo "usage: scripts/run_async.sh [--quick | --fine] [--table]" >&2; exit 2 ;;
     esac
 done
 if [ $quick = 1 ]; then STEPS=${STEPS:-8} TAG=${TAG:-quick}; fi
@@ -49,6 +52,9 @@ else
     RATES='3e-4 1e-3 3e-3 1e-2' START=3e-3 DEPTH=32 GRID='16 8 4' SIZES='16 8'
     BASELINES='pipedream-lr nesterov' ROTATIONS='rotate-2nd-uni rotate-1st-bi rotate-1st-uni'
     VARIANTS='+nostash +seldom +aware +reversed'
+fi
+if [ $fine = 1 ]; then
+    size='-b 1 -t 128' START=1e-3 BASELINES=nesterov ROTATIONS=rotate-1st-bi VARIANTS='' GRID='' SIZES=''
 fi
 
 prepare() { # the texts
