@@ -2755,6 +2755,14 @@ static void test_rotate_reference(void) {
     stream_destroy(stream);
 }
 
+// Sources and geometries, ways 0 to 3; way 4 with a limit that leaves sides out.
+static Optimizer rotate_way(int way, int limit) {
+    Optimizer optimizer = {
+        OPTIMIZER_ROTATE,       (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
+        way == 4 ? limit : 4096};
+    return optimizer;
+}
+
 // With identities for bases the step is AdamW's to the bit, and so it is without a side to rotate; with other bases it
 // is not. Must fail for: the step size or the decay rounded elsewhere than in AdamW, products in bf16.
 static void test_rotate_identity(void) {
@@ -2762,9 +2770,7 @@ static void test_rotate_identity(void) {
     AdamW adam = {0.9f, 0.999f, 1e-8f};
     Stream *stream = test_stream(PRECISION_BF16, 2);
     for (int way = 0; way < 5; way++) {
-        Optimizer optimizer = {
-            OPTIMIZER_ROTATE,    (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
-            way == 4 ? 18 : 4096};
+        Optimizer optimizer = rotate_way(way, 18);
         float *param = random_values(M * N, 40, 1.0f), *other = random_values(M * N, 40, 1.0f);
         float *moments[4], *state = guarded(STATE);
         for (int k = 0; k < 4; k++) moments[k] = random_values(M * N, 41, k % 2 == 0 ? 0.1f : 0.0f);
@@ -2888,9 +2894,7 @@ static void test_rotate_group(void) {
     AdamW adam = {0.9f, 0.999f, 1e-8f};
     Stream *stream = test_stream(PRECISION_BF16, 2);
     for (int way = 0; way < 5; way++) {
-        Optimizer optimizer = {
-            OPTIMIZER_ROTATE,    (RotateSource)(way % 2), (RotateGeometry)(way / 2 % 2), REFRESH_UNIFORM, 10,
-            way == 4 ? 18 : 4096};
+        Optimizer optimizer = rotate_way(way, 18);
         int64_t each = rotate_state_floats(rotate_sides(&optimizer, M, N), optimizer.source, M, N);
         const int64_t sizes[4] = {ALL, ALL, ALL, COUNT * each};
         float *together[4], *alone[4]; // param, M, V, bases

@@ -1870,6 +1870,11 @@ static void incoming_run(void *context) {
     in->took = seconds() - start;
 }
 
+// Simulated time of coding that took so many seconds here.
+static double coder_time(const Mesh *mesh, double took) {
+    return mesh->device_flops > 0.0 ? 0.0 : took;
+}
+
 // Sends what the coder has written for the cell; waits for it.
 static int cell_flush(Mesh *mesh, Cell *cell) {
     Outgoing *out = &cell->outgoing;
@@ -1880,8 +1885,8 @@ static int cell_flush(Mesh *mesh, Cell *cell) {
     stream_use(stream);
     int64_t n_bytes = klt_encode_end(out->end, &out->sending, stream);
     if (n_bytes < 0) return -1;
-    double ready = out->ready + (mesh->device_flops > 0.0 ? 0.0 : out->took);
-    return cell_send(mesh, cell, out->to, out->message, n_bytes, out->kind, out->counted, ready);
+    return cell_send(mesh, cell, out->to, out->message, n_bytes, out->kind, out->counted,
+                     out->ready + coder_time(mesh, out->took));
 }
 
 // Gives the coder a boundary tensor of a GPU; the cell's last message is sent before.
@@ -1961,7 +1966,7 @@ static int cell_receive(Mesh *mesh, Cell *cell, WorkKind kind, const CodecContex
     if (in->active) {
         coder_wait(&mesh->coder, &in->job);
         in->active = 0;
-        if (counted) clock_receive(&cell->clock, in->arrival + (mesh->device_flops > 0.0 ? 0.0 : in->took));
+        if (counted) clock_receive(&cell->clock, in->arrival + coder_time(mesh, in->took));
         const KltEnd *klt = codec_klt_end(end, context);
         return klt == NULL ? -1 : klt_decode_end(klt, &in->coding, context->tokens, x, C, mesh->streams[gpu]);
     }

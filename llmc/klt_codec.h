@@ -293,7 +293,7 @@ typedef struct {
     KltBuffers b;
     const float *sizes; // (n) on the host
     double size, gain;  // of the message, of its step
-    int H, whole;       // whole: all of it is in the header
+    int whole;          // all of it is in the header
 } KltSending;
 
 // Quantizes b.projected (n, K) with the gain at hand: symbols and scales to the host, and the header.
@@ -345,7 +345,7 @@ static inline int klt_encode_begin(KltEnd *end, KltSending *m, KltWork *own, con
     klt_measure(m->b.sizes, m->b.projected, table->weight, n, K, stream);
     device_copy(sizes, m->b.sizes, sizeof *sizes * (size_t)n, stream);
     for (int t = 0; t < n; t++) mean += (double)sizes[t] / n;
-    m->coding = coding, m->sizes = sizes, m->H = H;
+    m->coding = coding, m->sizes = sizes;
     m->size = sqrt(mean) / (double)table->head.rms, m->gain = exp(end->control[0]);
     m->whole = !(m->size > 0.0) || !isfinite(m->size);
     if (!m->whole) klt_quantize_message(m, stream);

@@ -116,9 +116,18 @@ static inline MatmulEntry *matmul_entry(const MatmulShape *shape, Stream *stream
     return NULL;
 }
 
-static inline void matmul_run(float *out, const void *a, const void *b, const MatmulShape *shape, Stream *stream) {
+// out (rows, cols) [+]= op(a) (rows, inner) * op(b) (inner, cols). trans_a: a is stored (inner, rows). Row strides lda,
+// ldb, ldo in elements. a and b are both fp32, or both bf16 with bf16 = 1.
+static inline void matmul_product(float *out, int64_t ldo, const void *a, int64_t lda, int trans_a, const void *b,
+                                  int64_t ldb, int trans_b, int64_t rows, int64_t cols, int64_t inner, int bf16,
+                                  int accumulate, Stream *stream) {
+    MatmulShape shape;
+    memset(&shape, 0, sizeof shape); // padding too: shapes are compared as bytes
+    shape.rows = rows, shape.cols = cols, shape.inner = inner;
+    shape.lda = lda, shape.ldb = ldb, shape.ldo = ldo;
+    shape.trans_a = trans_a, shape.trans_b = trans_b, shape.bf16 = bf16, shape.accumulate = accumulate;
     if (stream->failed) return;
-    MatmulEntry *entry = matmul_entry(shape, stream);
+    MatmulEntry *entry = matmul_entry(&shape, stream);
     if (entry == NULL) {
         stream->failed = 1;
         return;
@@ -132,32 +141,15 @@ static inline void matmul_run(float *out, const void *a, const void *b, const Ma
     if (status != dnnl_success) stream->failed = 1, error_set("matrix product: oneDNN status %d", (int)status);
 }
 
-// out (rows, cols) [+]= op(a) (rows, inner) * op(b) (inner, cols). trans_a: a is stored (inner, rows). Row strides lda,
-// ldb, ldo in elements. a and b are both fp32, or both bf16 with bf16 = 1.
-static inline void matmul_product(float *out, int64_t ldo, const void *a, int64_t lda, int trans_a, const void *b,
-                                  int64_t ldb, int trans_b, int64_t rows, int64_t cols, int64_t inner, int bf16,
-                                  int accumulate, Stream *stream) {
-    MatmulShape shape;
-    memset(&shape, 0, sizeof shape); // padding too: shapes are compared as bytes
-    shape.rows = rows, shape.cols = cols, shape.inner = inner;
-    shape.lda = lda, shape.ldb = ldb, shape.ldo = ldo;
-    shape.trans_a = trans_a, shape.trans_b = trans_b, shape.bf16 = bf16, shape.accumulate = accumulate;
-    matmul_run(out, a, b, &shape, stream);
-}
-
 // out = op(a) op(b), all fp32, for `count` products whose matrices lie stride_out, stride_a, stride_b floats
 // apart; other arguments as above. One after another: oneDNN's batched product of four matrices (768,768) took as long
 // as four single ones, with the same bits.
 static inline void matmul_batch(float *out, int64_t ldo, int64_t stride_out, const float *a, int64_t lda,
                                 int64_t stride_a, int trans_a, const float *b, int64_t ldb, int64_t stride_b,
                                 int trans_b, int64_t rows, int64_t cols, int64_t inner, int count, Stream *stream) {
-    MatmulShape shape;
-    memset(&shape, 0, sizeof shape);
-    shape.rows = rows, shape.cols = cols, shape.inner = inner;
-    shape.lda = lda, shape.ldb = ldb, shape.ldo = ldo;
-    shape.trans_a = trans_a, shape.trans_b = trans_b;
     for (int i = 0; i < count; i++)
-        matmul_run(out + i * stride_out, a + i * stride_a, b + i * stride_b, &shape, stream);
+        matmul_product(out + i * stride_out, ldo, a + i * stride_a, lda, trans_a, b + i * stride_b, ldb, trans_b, rows,
+                       cols, inner, 0, 0, stream);
 }
 
 // 1 if a product over this many rows rounds its operands to bf16.

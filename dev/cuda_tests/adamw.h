@@ -7,8 +7,9 @@ namespace cpu {
 }
 #include "../../llmc/adamw.cuh"
 
-static void adamw_case(int n, int offset) {
-    AdamW adam = {0.9f, 0.95f, 1e-8f};
+// Three steps of n values behind `offset` others, by the device's step(param, grad, m, v, number) and the CPU's.
+template <typename DeviceStep, typename CpuStep>
+static void adam_case(int n, int offset, DeviceStep device_step, CpuStep cpu_step) {
     int all = n + offset;
     float *start = host_random(all, 251, 1.0f), *param = host_random(all, 251, 1.0f);
     float *m = host_random(all, 252, 0.0f), *v = host_random(all, 252, 0.0f);
@@ -16,10 +17,8 @@ static void adamw_case(int n, int offset) {
     float *device_v = device_of_host(v, all);
     for (int step = 1; step <= 3; step++) {
         float *grad = host_random(all, 252 + (uint32_t)step, 1.0f), *device_grad = device_of_host(grad, all);
-        adamw_update(device_param + offset, device_grad + offset, device_m + offset, device_v + offset, n, adam, 0.1f,
-                     0.3f, 0.5f, step, test_stream);
-        cpu::adamw_update(param + offset, grad + offset, m + offset, v + offset, n, adam, 0.1f, 0.3f, 0.5f, step,
-                          test_cpu_stream);
+        device_step(device_param + offset, device_grad + offset, device_m + offset, device_v + offset, step);
+        cpu_step(param + offset, grad + offset, m + offset, v + offset, step);
         device_release(device_grad, all, "grad");
         free(grad);
     }
@@ -35,8 +34,25 @@ static void adamw_case(int n, int offset) {
     free(start);
 }
 
-static void test_cuda_adamw(void) {
+// n around packs and blocks, any address.
+template <typename Case> static void adam_sizes(Case run) {
     static const int sizes[] = {1, 3, 4, 5, 1023, 1024, 4101};
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) adamw_case(sizes[i], 0);
-    for (int offset = 1; offset < 4; offset++) adamw_case(1030, offset);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) run(sizes[i], 0);
+    for (int offset = 1; offset < 4; offset++) run(1030, offset);
+}
+
+static void adamw_case(int n, int offset) {
+    AdamW adam = {0.9f, 0.95f, 1e-8f};
+    adam_case(
+        n, offset,
+        [=](float *param, const float *grad, float *m, float *v, int step) {
+            adamw_update(param, grad, m, v, n, adam, 0.1f, 0.3f, 0.5f, step, test_stream);
+        },
+        [=](float *param, const float *grad, float *m, float *v, int step) {
+            cpu::adamw_update(param, grad, m, v, n, adam, 0.1f, 0.3f, 0.5f, step, test_cpu_stream);
+        });
+}
+
+static void test_cuda_adamw(void) {
+    adam_sizes(adamw_case);
 }
