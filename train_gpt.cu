@@ -1459,6 +1459,7 @@ typedef struct {
 
 typedef struct {
     int replica, index; // index: which stage
+    int hosted;         // it is of this process: its stage has memory
     Stage stage;
     Stage *more;    // (n_gpus - 1) the same stage on further GPUs: parameters, gradients and activations
     Work *schedule; // (2 * micro-batches)
@@ -1514,6 +1515,17 @@ static Cell *mesh_cell(const Mesh *mesh, int replica, int stage) {
     return &mesh->cells[replica * mesh->n_stages + stage];
 }
 
+static int mesh_cells(const Mesh *mesh) {
+    return mesh->n_replicas * mesh->n_stages;
+}
+
+// The cells of this process, in order: the first for NULL, then the one behind `cell`; NULL after the last.
+static Cell *mesh_next(const Mesh *mesh, const Cell *cell) {
+    for (int i = cell == NULL ? 0 : (int)(cell - mesh->cells) + 1; i < mesh_cells(mesh); i++)
+        if (mesh->cells[i].hosted) return &mesh->cells[i];
+    return NULL;
+}
+
 // The stage of a cell as GPU number `gpu` holds it.
 static Stage *cell_stage(Cell *cell, int gpu) {
     return gpu == 0 ? &cell->stage : &cell->more[gpu - 1];
@@ -1555,7 +1567,7 @@ static void klt_place_free(KltPlace *place, int n_tables, int n_cells) {
 }
 
 static void mesh_free(Mesh *mesh) {
-    int n_cells = mesh->n_replicas * mesh->n_stages, n_links = n_cells - mesh->n_replicas;
+    int n_cells = mesh_cells(mesh), n_links = n_cells - mesh->n_replicas;
     coder_stop(&mesh->coder); // before the messages it works on go
     nccl_destroy(mesh->nccl); // its sums end before their memory goes
     for (int g = 1; g < mesh->n_gpus; g++) {
@@ -1613,7 +1625,7 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     for (int r = 0; r < n_replicas; r++) {
         for (int s = 0; s < n_stages; s++) {
             Cell *cell = mesh_cell(mesh, r, s);
-            cell->replica = r, cell->index = s;
+            cell->replica = r, cell->index = s, cell->hosted = 1;
             if (stage_table(&cell->stage, &cut, first[s], first[s + 1] - first[s])) return -1;
             cell->stage.next = s + 1 < n_stages ? &mesh_cell(mesh, r, s + 1)->stage : NULL;
             cell->stage.position = s, cell->stage.n_stages = n_stages;
@@ -1627,7 +1639,7 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
 static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
     int n_micro = training ? (batch + micro_batch - 1) / micro_batch : 1;
     mesh->micro_batch = micro_batch;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
         int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
@@ -1653,8 +1665,7 @@ static int mesh_alloc_gpus(Mesh *mesh) {
     if (mesh->n_gpus > 1 && nccl_create(&mesh->nccl, mesh->n_gpus)) return -1;
     for (int g = 1; g < mesh->n_gpus; g++) {
         if (stream_create_on(&mesh->streams[g], g, mesh->stream->precision, mesh->stream->threads)) return -1;
-        for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-            Cell *cell = &mesh->cells[i];
+        for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
             const Stage *first = &cell->stage;
             if (cell->more == NULL) cell->more = (Stage *)calloc((size_t)mesh->n_gpus - 1, sizeof(Stage));
             if (cell->more == NULL) return error_set("out of memory for %d GPUs", mesh->n_gpus);
@@ -1671,8 +1682,8 @@ static int mesh_alloc_gpus(Mesh *mesh) {
 
 static int mesh_alloc(Mesh *mesh, Stream *stream) {
     mesh->stream = mesh->streams[0] = stream;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
-        if (stage_alloc(&mesh->cells[i].stage, stream)) return -1;
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell))
+        if (stage_alloc(&cell->stage, stream)) return -1;
     mesh->message = (unsigned char *)device_host_alloc((size_t)mesh->message_bytes);
     return mesh->message != NULL ? mesh_alloc_gpus(mesh) : error_set("out of memory for messages");
 }
@@ -1728,16 +1739,14 @@ static int mesh_alloc_klt(Mesh *mesh, int predicts) {
 
 // Gives the entropy coder a thread, and each cell the memory of a message it sends and two it receives.
 static int mesh_start_coder(Mesh *mesh) {
-    int n_cells = mesh->n_replicas * mesh->n_stages;
-    for (int i = 0; i < n_cells; i++) {
-        Cell *cell = &mesh->cells[i];
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         unsigned char **messages[] = {&cell->outgoing.message, &cell->incoming[0].message, &cell->incoming[1].message};
         for (int m = 0; m < 3; m++)
             if ((*messages[m] = (unsigned char *)malloc((size_t)mesh->message_bytes)) == NULL)
                 return error_set("out of memory for messages");
     }
     for (int g = 0; g < mesh->n_gpus; g++) {
-        mesh->klt[g].own = (KltWork *)calloc((size_t)n_cells, sizeof(KltWork));
+        mesh->klt[g].own = (KltWork *)calloc((size_t)mesh_cells(mesh), sizeof(KltWork));
         if (mesh->klt[g].own == NULL) return error_set("out of memory for messages");
     }
     return coder_start(&mesh->coder);
@@ -1746,14 +1755,14 @@ static int mesh_start_coder(Mesh *mesh) {
 // Simulated time of the mesh: its latest cell's.
 static double mesh_now(const Mesh *mesh) {
     double now = 0.0;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) now = fmax(now, mesh->cells[i].clock.now);
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) now = fmax(now, cell->clock.now);
     return now;
 }
 
 // All replicas start from the weights of the first.
 static void mesh_spread(Mesh *mesh) {
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-        Stage *stage = &mesh->cells[i].stage, *first = &mesh_cell(mesh, 0, mesh->cells[i].index)->stage;
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        Stage *stage = &cell->stage, *first = &mesh_cell(mesh, 0, cell->index)->stage;
         size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
         if (stage != first) device_copy(stage->params, first->params, n_bytes, stage->stream);
         if (stage->meets) device_copy(stage->global, first->params, n_bytes, stage->stream);
@@ -1823,7 +1832,7 @@ static int cell_send(Mesh *mesh, Cell *cell, Link *link, const void *message, in
 
 // Ends a step of asynchronous pipelines in simulated time. drain: no other follows.
 static void mesh_flow(Mesh *mesh, int drain) {
-    int n_cells = mesh->n_replicas * mesh->n_stages, work = 1;
+    int n_cells = mesh_cells(mesh), work = 1;
     for (int i = 0; i < n_cells; i++) flow_record(&mesh->cells[i].flow);
     while (work > 0) {
         work = 0;
@@ -2003,7 +2012,7 @@ static void cell_sum_grads(void *context, int first, int last) {
 
 // 1 if the clock of each cell wants the time its own work takes here: then it is waited for.
 static int cells_are_timed(const Mesh *mesh) {
-    return mesh->n_replicas * mesh->n_stages > 1 && mesh->device_flops == 0.0;
+    return mesh_cells(mesh) > 1 && mesh->device_flops == 0.0;
 }
 
 // Gives a backward the weights it sees. The forward's are at work.
@@ -2221,7 +2230,7 @@ static void stage_fragments(Stage *stage, int n_fragments) {
 // Memory and warm starts of replicas that meet; they start equal.
 static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
     int64_t largest = 0;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
         Stage *stage = &cell->stage;
         stage_fragments(stage, outer->n_fragments);
@@ -2305,7 +2314,7 @@ static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, 
 // --dp dense: every replica gets the sum of all gradients of its stage. They are scaled by the targets of all already.
 static int mesh_sum_gradients(Mesh *mesh) {
     float *values[MESH_MAX_REPLICAS];
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
+    for (int i = 0; i < mesh_cells(mesh); i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
     for (int s = 0; s < mesh->n_stages; s++) {
         const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
         for (int t = 0; t < stage->n_tensors; t++) {
@@ -2412,7 +2421,7 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int ow
 
 // The outer Nesterov step of a fragment, and its merge into the local parameters: mix = share of the local ones.
 static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) {
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
         Stage *stage = &cell->stage;
         for (int t = 0; t < stage->n_tensors; t++) {
@@ -3739,7 +3748,7 @@ static int cell_from_json(Cell *cell, const json_t *saved, int64_t done) {
 static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
     json_t *clocks = json_array();
-    for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
+    for (int i = 0; i < mesh_cells(&trainer->mesh); i++)
         json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i], trainer->outer.n_fragments));
     json_t *begun = json_array();
     for (int f = 0; f < trainer->outer.n_fragments; f++)
@@ -3883,9 +3892,9 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     if (!same_data)
         return error_set("--resume: the data differ from the run's; to train on other data start a new run with -m %s",
                          trainer->run.path);
-    if (json_array_size(cells) != (size_t)(mesh->n_replicas * mesh->n_stages))
+    if (json_array_size(cells) != (size_t)(mesh_cells(mesh)))
         return error_set("--resume: the run had %zu cells, now there are %d", json_array_size(cells),
-                         mesh->n_replicas * mesh->n_stages);
+                         mesh_cells(mesh));
     for (size_t i = 0; i < json_array_size(cells); i++)
         if (cell_from_json(&mesh->cells[i], json_array_get(cells, i), p->step)) return -1;
     for (int f = 0; f < trainer->outer.n_fragments; f++)
@@ -3973,11 +3982,10 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     MeshBytes bytes;
     int64_t largest = 0;
     memset(&bytes, 0, sizeof bytes);
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-        StageBytes cell = stage_bytes(&mesh->cells[i].stage, trainer->precision, trainer->threads);
-        bytes_add(&bytes.cells, &cell);
-        for (int t = 0; t < mesh->cells[i].stage.n_tensors; t++)
-            largest = larger(largest, mesh->cells[i].stage.tensors[t].n);
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        StageBytes of_cell = stage_bytes(&cell->stage, trainer->precision, trainer->threads);
+        bytes_add(&bytes.cells, &of_cell);
+        for (int t = 0; t < cell->stage.n_tensors; t++) largest = larger(largest, cell->stage.tensors[t].n);
     }
     if (mesh->n_replicas > 1) bytes.cells.outer += mesh->n_replicas * 4 * largest; // what averages pass through
     bytes.host = mesh->message_bytes;
@@ -4001,7 +4009,7 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     if (trainer->anchor.corrects) anchor = klt_memory_sum(anchor, work);
     bytes.codec = cells.device, bytes.anchor += anchor.device, bytes.host += cells.host + anchor.host;
     if (!coder_has_thread(trainer)) return bytes;
-    KltMemory overlap = klt_memory_overlap(&shape, mesh->n_replicas * mesh->n_stages, mesh->message_bytes);
+    KltMemory overlap = klt_memory_overlap(&shape, mesh_cells(mesh), mesh->message_bytes);
     bytes.codec += overlap.device, bytes.host += overlap.host;
     return bytes;
 }
@@ -4015,7 +4023,7 @@ static int64_t mesh_bytes_device(const MeshBytes *bytes) {
 static void decide_rounding(Trainer *trainer) {
     MeshBytes bytes = mesh_bytes(trainer);
     if (leaves_room(mesh_bytes_device(&bytes))) return;
-    for (int i = 0; i < trainer->mesh.n_replicas * trainer->mesh.n_stages; i++)
+    for (int i = 0; i < mesh_cells(&trainer->mesh); i++)
         trainer->mesh.cells[i].stage.unrounded = 1;
 }
 
@@ -4139,7 +4147,7 @@ static void print_plan(const Trainer *trainer) {
            schedule, (long long)trainer->warmup, (double)opts->wd, (double)opts->clip, (long long)opts->seed,
            trainer->precision == PRECISION_BF16 ? "bf16 products" : "fp32 products", trainer->threads);
     print_optimizer(opts);
-    if (mesh->n_replicas * mesh->n_stages > 1 || trainer->anchored || mesh->asynchronous) print_mesh(trainer);
+    if (mesh_cells(mesh) > 1 || trainer->anchored || mesh->asynchronous) print_mesh(trainer);
 }
 
 // What an outer average sends of each tensor at PowerSGD's ranks: of the first layer, which stands for all, of what is
@@ -4304,7 +4312,7 @@ static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *resul
     Clock sender = {anchor->launched_at + took, 0.0};
     clock_send(&sender, mesh->speed, boundaries / mesh->n_stages);
     double ready = clock_send(&sender, mesh->speed, factors / mesh->n_stages);
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages && trainer->anchor_delay > 0; i++)
+    for (int i = 0; i < mesh_cells(mesh) && trainer->anchor_delay > 0; i++)
         clock_receive(&mesh->cells[i].clock, ready);
     result->sent.bytes[TRAFFIC_ANCHOR] += mesh->n_replicas * factors;
     anchor->factor_bytes += mesh->n_replicas * factors;
@@ -4707,16 +4715,14 @@ static void update_cells(Trainer *trainer, StepResult *result) {
                   opts->adam_eps};
     int filtered = is_filtered(trainer), finite = isfinite(result->loss);
     double squares = 0.0;
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-        Cell *cell = &mesh->cells[i];
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         if (is_corrected(trainer)) correct_cell(trainer, cell);
         cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
         finite = finite && isfinite(cell->grad_norm);
         if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
     }
     result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
-        Cell *cell = &mesh->cells[i];
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         double start = seconds();
         int skips = mesh->asynchronous ? !isfinite(cell->grad_norm) : !finite;
         result->skipped += skips;
@@ -4738,7 +4744,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     const Options *opts = &trainer->opts;
     Progress *p = &trainer->progress;
     Mesh *mesh = &trainer->mesh;
-    int n_cells = mesh->n_replicas * mesh->n_stages, probing = opts->probe > 0 && p->step % opts->probe == 0;
+    int n_cells = mesh_cells(mesh), probing = opts->probe > 0 && p->step % opts->probe == 0;
     int64_t valid = 0;
     double loss = 0.0;
     memset(result, 0, sizeof *result);
@@ -4848,7 +4854,7 @@ static void print_skipped(Trainer *trainer, const StepResult *result) {
     run_clear_line(&trainer->run);
     if (mesh->asynchronous)
         printf("step %lld: the gradient is not finite in %d of %d cells; their updates skipped", (long long)p->step,
-               result->skipped, mesh->n_replicas * mesh->n_stages);
+               result->skipped, mesh_cells(mesh));
     else
         printf("step %lld: loss or gradient is not finite; update skipped", (long long)p->step);
     printf(" (%lld in all)\n", (long long)(p->step - p->adam_steps));
@@ -4856,7 +4862,7 @@ static void print_skipped(Trainer *trainer, const StepResult *result) {
 
 // The cell that has been without an update for too long, or NULL.
 static const Cell *stuck_cell(const Mesh *mesh) {
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+    for (int i = 0; i < mesh_cells(mesh); i++)
         if (mesh->cells[i].skipped_in_a_row >= MAX_SKIPPED) return &mesh->cells[i];
     return NULL;
 }
@@ -4896,7 +4902,7 @@ static json_t *versions_to_json(const Mesh *mesh) {
 static json_t *skipped_to_json(const Mesh *mesh) {
     if (!mesh->asynchronous) return json_true();
     json_t *list = json_array();
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++)
+    for (int i = 0; i < mesh_cells(mesh); i++)
         if (mesh->cells[i].skipped_in_a_row > 0) json_array_append_new(list, json_integer(i));
     return list;
 }
@@ -4931,10 +4937,10 @@ static json_t *step_to_json(Trainer *trainer, const StepResult *result, double t
                             json_pack("{s:f, s:o, s:o}", "flips", oscillation_flips(&result->swing), "cosine",
                                       real_or_null(oscillation_cosine(&result->swing)), "travel",
                                       real_or_null(oscillation_travel(&result->swing))));
-    if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return line;
+    if (mesh_cells(mesh) == 1 && !trainer->anchored) return line;
     json_t *cells = json_array();
     int64_t all = sent[0] + sent[1] + sent[2] + sent[3];
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         const int64_t *bytes = mesh->cells[i].step.bytes;
         json_array_append_new(cells, json_pack("[I,I,I,I]", (json_int_t)bytes[0], (json_int_t)bytes[1],
                                                (json_int_t)bytes[2], (json_int_t)bytes[3]));
@@ -4967,9 +4973,9 @@ static void print_traffic(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
     const Anchor *anchor = &trainer->anchor;
     int64_t kinds[TRAFFIC_KINDS] = {0, 0, 0, anchor->factor_bytes}, all = 0, tokens = trainer->progress.tokens;
-    if (mesh->n_replicas * mesh->n_stages == 1 && !trainer->anchored) return;
+    if (mesh_cells(mesh) == 1 && !trainer->anchored) return;
     printf("traffic, MB sent    %12s %12s %12s %12s\n", names[0], names[1], names[2], names[3]);
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         const Cell *cell = &mesh->cells[i];
         printf("  replica %d stage %d ", cell->replica, cell->index);
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
@@ -5222,7 +5228,7 @@ static int decide_optimizer(Trainer *trainer) {
             "fp32");
     if (optimizer.refresh != REFRESH_UNIFORM && mesh->n_stages == 1)
         return error_set("--refresh goes by the stages' delays, and there is one stage; give -y 2 or more");
-    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) mesh->cells[i].stage.optimizer = optimizer;
+    for (int i = 0; i < mesh_cells(mesh); i++) mesh->cells[i].stage.optimizer = optimizer;
     return 0;
 }
 
@@ -5480,7 +5486,7 @@ static int run_program(Trainer *trainer) {
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
     if (result == 0) result = prepare(trainer, &file, action);
     if (result == 0 && trainer->opts.dry_run) {
-        int cells = trainer->mesh.n_replicas * trainer->mesh.n_stages + trainer->anchored;
+        int cells = mesh_cells(&trainer->mesh) + trainer->anchored;
         if (cells > 1) result = print_estimate(trainer);
         int too_large = result == 0 && mesh_fits(trainer);
         if (too_large && cells == 1) result = -1;
