@@ -7164,6 +7164,7 @@ static void async_skip_case(void) {
     memset(&result, 0, sizeof result);
     result.lr = 1e-2f;
     stage->grads[7] = NAN;
+    measure_cells(trainer, &result);
     update_cells(trainer, &result);
     trainer->progress.step++;
     check(result.skipped == 1 && !isfinite(result.grad_norm), "%d cells skipped", result.skipped);
@@ -7176,6 +7177,7 @@ static void async_skip_case(void) {
     for (int k = 0; k < 3; k++) memcpy(expected[k], arenas[k], n_bytes), memcpy(arenas[k], kept[k], n_bytes);
     memset(&result, 0, sizeof result);
     result.lr = 1e-2f;
+    measure_cells(trainer, &result);
     update_cells(trainer, &result);
     check(result.skipped == 0 && trainer->progress.adam_steps == STEPS + 1, "%lld whole steps",
           (long long)trainer->progress.adam_steps);

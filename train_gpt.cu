@@ -4250,6 +4250,7 @@ static void next_batches(Trainer *trainer, Batch *batches) {
 typedef struct {
     double loss, grad_norm;
     float lr;
+    int finite;    // losses and gradients are
     int skipped;   // cells that left their weights as they were: a loss or gradient was not finite
     int delivered; // the anchor's factors came at this step
     Sent sent;     // bytes of all cells, and the anchor's
@@ -4700,7 +4701,21 @@ static void correct_cell(Trainer *trainer, Cell *cell) {
                                         : seconds() - start);
 }
 
-// The codec's bias, norms, filter and the optimizer's step of every cell. The norm told is the first replica's.
+// Adds the codec's bias to the gradients of every cell and takes their norms. The norm told is the first replica's.
+static void measure_cells(Trainer *trainer, StepResult *result) {
+    Mesh *mesh = &trainer->mesh;
+    double squares = 0.0;
+    result->finite = isfinite(result->loss);
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        if (is_corrected(trainer)) correct_cell(trainer, cell);
+        cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
+        result->finite = result->finite && isfinite(cell->grad_norm);
+        if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
+    }
+    result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
+}
+
+// Filter and the optimizer's step of every cell.
 //
 // A loss or gradient that is not finite anywhere leaves out the updates of all cells of a synchronous step, which ends
 // in a flush and is over for all of them alike. The stages of an asynchronous pipeline are not at the same micro-batch:
@@ -4713,18 +4728,10 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     Progress *p = &trainer->progress;
     AdamW adam = {opts->beta1 >= 0.0f ? opts->beta1 : optimizer_beta1((OptimizerKind)opts->optimizer), opts->beta2,
                   opts->adam_eps};
-    int filtered = is_filtered(trainer), finite = isfinite(result->loss);
-    double squares = 0.0;
-    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
-        if (is_corrected(trainer)) correct_cell(trainer, cell);
-        cell->grad_norm = stage_grad_norm(&cell->stage, trainer->stream);
-        finite = finite && isfinite(cell->grad_norm);
-        if (cell->replica == 0) squares += cell->grad_norm * cell->grad_norm;
-    }
-    result->grad_norm = mesh->n_stages == 1 ? mesh->cells[0].grad_norm : sqrt(squares);
+    int filtered = is_filtered(trainer);
     for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         double start = seconds();
-        int skips = mesh->asynchronous ? !isfinite(cell->grad_norm) : !finite;
+        int skips = mesh->asynchronous ? !isfinite(cell->grad_norm) : !result->finite;
         result->skipped += skips;
         cell->skipped_in_a_row = skips ? cell->skipped_in_a_row + 1 : 0;
         if (skips) continue;
@@ -4740,50 +4747,67 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     p->adam_steps += result->skipped == 0;
 }
 
-static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult *result, StepTimes *times) {
+// Begins a step: nothing is sent yet, the anchor is met, the batches and what their losses are divided by are there.
+// Returns the targets of all replicas, or -1.
+static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) {
     const Options *opts = &trainer->opts;
-    Progress *p = &trainer->progress;
     Mesh *mesh = &trainer->mesh;
-    int n_cells = mesh_cells(mesh), probing = opts->probe > 0 && p->step % opts->probe == 0;
     int64_t valid = 0;
-    double loss = 0.0;
     memset(result, 0, sizeof *result);
     for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
     result->alignment[0] = result->alignment[1] = (double)NAN;
-    for (int i = 0; i < n_cells; i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
+    for (int i = 0; i < mesh_cells(mesh); i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
     if (trainer->anchored && meet_anchor(trainer, result)) return -1;
     next_batches(trainer, batches);
-    result->lr =
-        lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, p->step, trainer->warmup, trainer->n_steps);
+    result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, trainer->progress.step, trainer->warmup,
+                       trainer->n_steps);
     for (int r = 0; r < mesh->n_replicas; r++) valid += batches[r].n_valid;
-    for (int i = 0; i < n_cells; i++) {
+    for (int i = 0; i < mesh_cells(mesh); i++) {
         int64_t counted = trainer->dp == MESH_DP_DENSE ? valid : batches[mesh->cells[i].replica].n_valid;
         mesh->cells[i].grad_scale = counted > 0 ? 1.0f / (float)counted : 0.0f;
     }
-    Pass pass = {batches, p->step, 1, 1, times};
-    if (mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
-    for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
-    result->loss = valid > 0 ? loss / (double)valid : 0.0;
-    if (probing && probe_gradients(trainer, batches, probe, result)) return -1;
-    if (is_due(p->step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
-    if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
-    double start = seconds();
-    for (int i = 0; i < n_cells; i++) stage_keep_version(&mesh->cells[i].stage, p->step);
+    return valid;
+}
+
+// The update of a step whose gradients are there, and what follows it.
+static int end_step(Trainer *trainer, StepResult *result) {
+    Progress *p = &trainer->progress;
+    Mesh *mesh = &trainer->mesh;
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell))
+        stage_keep_version(&cell->stage, p->step);
     update_cells(trainer, result);
-    if (times != NULL) times->optimizer += seconds() - start;
     p->step++;
     if (mesh->asynchronous) mesh_flow(mesh, p->step == trainer->n_steps);
     if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
     if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
         return -1;
-    leading_watch(trainer);
-    for (int i = 0; i < n_cells; i++) {
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
-            result->sent.bytes[k] += mesh->cells[i].step.bytes[k];
-            mesh->cells[i].total.bytes[k] += mesh->cells[i].step.bytes[k];
+            result->sent.bytes[k] += cell->step.bytes[k];
+            cell->total.bytes[k] += cell->step.bytes[k];
         }
     }
     return stream_check(trainer->stream);
+}
+
+static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult *result, StepTimes *times) {
+    const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
+    double loss = 0.0;
+    int64_t step = trainer->progress.step, valid = begin_step(trainer, batches, result);
+    Pass pass = {batches, step, 1, 1, times};
+    if (valid < 0 || mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
+    for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
+    result->loss = valid > 0 ? loss / (double)valid : 0.0;
+    if (is_due(step, opts->probe) && probe_gradients(trainer, batches, probe, result)) return -1;
+    if (is_due(step, opts->measure_alignment) && measure_alignment(trainer, batches, result)) return -1;
+    if (trainer->dp == MESH_DP_DENSE && mesh_sum_gradients(mesh)) return -1;
+    double start = seconds();
+    measure_cells(trainer, result);
+    if (end_step(trainer, result)) return -1;
+    if (times != NULL) times->optimizer += seconds() - start;
+    leading_watch(trainer);
+    return 0;
 }
 
 // Prints a step: a live line on a terminal, a plain line elsewhere.

@@ -1,5 +1,8 @@
-// The Link between two cells of this process: an ordered byte channel. It copies bytes, never pointers: cells that
-// share a process see of each other what they would see over a network. Counts what is sent. For one thread.
+// The Link between two cells: an ordered byte channel. It copies bytes, never pointers: cells that share a process see
+// of each other what they would see over a network. Counts what is sent. For one thread.
+//
+// Where the receiver is in another process, the sender's end has a carrier, which takes its messages there; the
+// receiver's end is a link too, into which its process puts what has come.
 //
 //   Link link;  memset(&link, 0, sizeof link);     // zeroed memory is an open, empty link
 //   link_send(&link, data, n_bytes, arrival);
@@ -29,6 +32,12 @@ typedef struct {
     double arrival; // seconds of simulated time (clock.h)
 } LinkHeader;
 
+// Takes messages out of the process. send: copies n_bytes of data, 0 or -1.
+typedef struct {
+    int (*send)(void *context, uint64_t channel, const void *data, int64_t n_bytes);
+    void *context;
+} LinkCarrier;
+
 typedef struct {
     char *ring;
     int64_t ring_bytes;
@@ -36,6 +45,8 @@ typedef struct {
     int64_t waiting;                   // messages inside
     int64_t sent_bytes, sent_messages; // since the start; headers are no part of what a network would carry
     int closed;
+    const LinkCarrier *carrier; // NULL: both ends are in this process
+    uint64_t channel;           // by which the carrier knows the link (channel.h)
 } Link;
 
 // Copies n_bytes out of the ring from `offset` bytes behind its oldest one.
@@ -74,6 +85,12 @@ static inline int link_send(Link *link, const void *data, int64_t n_bytes, doubl
     LinkHeader header = {n_bytes, arrival};
     int64_t needed = link->used_bytes + (int64_t)sizeof header + n_bytes;
     if (link->closed) return error_set("link: send: the link is closed");
+    if (link->carrier != NULL) {
+        if (link->carrier->send(link->carrier->context, link->channel, data, n_bytes)) return -1;
+        link->sent_bytes += n_bytes;
+        link->sent_messages++;
+        return 0;
+    }
     if (needed > link->ring_bytes && link_grow(link, needed)) return -1;
     link_append(link, &header, (int64_t)sizeof header);
     if (n_bytes > 0) link_append(link, data, n_bytes);
@@ -112,6 +129,11 @@ static inline LinkStatus link_recv(Link *link, void *buf, int64_t cap, int64_t *
 // Messages inside.
 static inline int64_t link_waiting(const Link *link) {
     return link->waiting;
+}
+
+// Throws away what is inside.
+static inline void link_empty(Link *link) {
+    link->first = link->used_bytes = link->waiting = 0;
 }
 
 // No more sends; what is inside can still be received.
