@@ -10,6 +10,7 @@
 #   make fuzz               any bytes as messages and tables, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
+#   ZMQ=0                   without ZeroMQ, that is without a network, though libzmq is here
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
 #   DEPS=dir                the same for the libraries of CUDA builds (scripts/gpu_deps.sh)
 
@@ -24,6 +25,17 @@ LIBS := -ldnnl -lopenblas -ljansson -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
+endif
+# The network, where libzmq and its header are.
+ifndef ZMQ
+ZMQ := $(shell echo 'int main(void) { return zmq_has("curve") != 1; }' | \
+    $(CC) -include zmq.h -x c - -o /dev/null -lzmq 2> /dev/null && echo 1)
+endif
+ifeq ($(ZMQ),1)
+ZMQ_FLAGS := -DWITH_ZMQ
+ZMQ_LIBS := -lzmq
+BASE += $(ZMQ_FLAGS)
+LIBS += $(ZMQ_LIBS)
 endif
 HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
@@ -50,8 +62,8 @@ ARCH ?= $(if $(HAS_GPU),native,all)
 KNOWN_ARCHS = $(filter $(ALL_ARCHS),$(shell $(NVCC) --list-gpu-code 2>/dev/null))
 ARCH_FLAGS = $(if $(filter all,$(ARCH)),$(foreach a,$(KNOWN_ARCHS),-gencode arch=$(a:sm_%=compute_%),code=$(a)),-arch=$(ARCH))
 CUDA_FLAGS = -x cu -std=c++17 -O3 -DDEVICE_CUDA -D_GNU_SOURCE $(ARCH_FLAGS) --Werror all-warnings \
-    -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL)
-CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) -ljansson -lm
+    -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL) $(ZMQ_FLAGS)
+CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) $(ZMQ_LIBS) -ljansson -lm
 ifdef DEPS
 CUDA_FLAGS += -I$(DEPS)/include
 CUDA_LIBS += -L$(DEPS)/lib -Xlinker -rpath,$(abspath $(DEPS)/lib),-rpath-link,$(abspath $(DEPS)/lib)
@@ -75,15 +87,15 @@ all: train
 # Says what is built, and builds anew what was built for something else.
 build/train.target: FORCE
 	@mkdir -p build
-	@echo "$(DEVICE) $(PRECISION) $(NCCL) $(if $(filter cuda,$(DEVICE)),$(ARCH))" | cmp -s - $@ || \
-	    echo "$(DEVICE) $(PRECISION) $(NCCL) $(if $(filter cuda,$(DEVICE)),$(ARCH))" > $@
+	@echo "$(DEVICE) $(PRECISION) $(NCCL) $(ZMQ_FLAGS) $(if $(filter cuda,$(DEVICE)),$(ARCH))" | cmp -s - $@ || \
+	    echo "$(DEVICE) $(PRECISION) $(NCCL) $(ZMQ_FLAGS) $(if $(filter cuda,$(DEVICE)),$(ARCH))" > $@
 
 train: train_gpt.cu $(HEADERS) Makefile build/train.target
 ifeq ($(DEVICE),cuda)
-	@echo "make: CUDA, $(if $(filter FP32,$(PRECISION)),fp32,bf16), $(if $(filter all,$(ARCH)),$(KNOWN_ARCHS),$(ARCH))$(if $(NCCL),$(comma) NCCL), GPU here: $(or $(HAS_GPU),none)"
+	@echo "make: CUDA, $(if $(filter FP32,$(PRECISION)),fp32,bf16), $(if $(filter all,$(ARCH)),$(KNOWN_ARCHS),$(ARCH))$(if $(NCCL),$(comma) NCCL)$(comma) ZeroMQ: $(if $(ZMQ_LIBS),yes,none), GPU here: $(or $(HAS_GPU),none)"
 	$(NVCC) $(CUDA_FLAGS) train_gpt.cu -o $@ $(CUDA_LIBS)
 else
-	@echo "make: CPU (nvcc: $(or $(HAS_NVCC),none), GPU: $(or $(HAS_GPU),none))"
+	@echo "make: CPU (nvcc: $(or $(HAS_NVCC),none), GPU: $(or $(HAS_GPU),none), ZeroMQ: $(if $(ZMQ_LIBS),yes,none))"
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) train_gpt.cu -o $@ $(LIBS)
 endif
 

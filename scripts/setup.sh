@@ -19,6 +19,7 @@ need 'has_file stdio.h' libc6-dev
 need 'has_file dnnl.h' libdnnl-dev
 need 'has_library openblas' libopenblas-dev
 need 'has_file jansson.h' libjansson-dev
+need 'has_file zmq.h' libzmq3-dev
 need 'command -v gnuplot' gnuplot-nox
 need '[ -r /usr/share/wordnet/data.noun ]' wordnet-base
 if [ "${1:-}" = lint ]; then
@@ -31,7 +32,7 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<TEXT
 setup: this system has no apt-get. Please install what these Debian packages hold, then try again:
  $missing
-(a C and a C++ compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson with headers, gnuplot; WordNet's data files under
+(a C and a C++ compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson and ZeroMQ with headers, gnuplot; WordNet's data files under
 /usr/share/wordnet are for the demo only)
 TEXT
     exit 1
