@@ -4375,7 +4375,7 @@ static void test_corrected_step(void) {
 }
 
 // What bf16 takes from a replica's share of an average comes with its next one: (1 - mix) of it, as of all that is left
-// out. Vectors exactly; of matrices the last one averaged, whose P still lies where it was exchanged: what is kept is
+// out. Vectors exactly; of matrices the last one averaged, whose P still lies where it was taken: what is kept is
 // delta - P Q^T with the Q that travels. Must fail for: the Q that does not.
 static void test_wire_feedback(void) {
     enum { RANK = 5 };
@@ -4399,7 +4399,8 @@ static void test_wire_feedback(void) {
         }
         check(lost > 0, "no vector lost anything");
         const Tensor *tensor = &stage->tensors[stage->n_tensors - 1];
-        const float *P = run->trainer.mesh.exchange + r * run->trainer.mesh.exchange_floats;
+        const Meeting *meeting = &run->trainer.mesh.meetings[0];
+        const float *P = meeting_mean(&run->trainer.mesh, meeting, r, &meeting->shares[stage->n_tensors - 1]);
         int m = (int)tensor->shape[0], n = (int)tensor->shape[1];
         double *delta = (double *)malloc(sizeof(double) * (size_t)tensor->n);
         float *expected = guarded(tensor->n), *kept = guarded(tensor->n);

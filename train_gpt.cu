@@ -43,6 +43,7 @@
 #include "llmc/flow.h"
 #include "llmc/host_memory.h"
 #include "llmc/link.h"
+#include "llmc/meeting.h"
 #include "llmc/model_file.h"
 #include "llmc/optimizer.h"
 #include "llmc/oscillation.h"
@@ -1472,7 +1473,6 @@ typedef struct {
     int64_t forward_version, backward_version; // of the weights that the last micro-batch saw; asynchronous
     Clock clock;
     Flow flow;        // of an asynchronous pipeline
-    double averaging; // simulated time to which the average at work has come
     double *merge_at; // (fragments) simulated time at which the average in flight is complete
     Sent step, total;
     Outgoing outgoing;
@@ -1488,19 +1488,20 @@ typedef struct {
 } KltPlace;
 
 typedef struct {
-    int n_replicas, n_stages; // of the fast circuit
-    int asynchronous, stash;  // a step is one micro-batch, seen by versions of the weights; backward by the forward's
+    int n_replicas, n_stages;      // of the fast circuit
+    int living[MESH_MAX_REPLICAS]; // which replicas are in the run
+    int asynchronous, stash; // a step is one micro-batch, seen by versions of the weights; backward by the forward's
     int micro_batch;
     Cell *cells;              // (n_replicas, n_stages)
     Link *forward, *backward; // (n_replicas, n_stages - 1)
-    Link *meeting;            // (n_stages, n_replicas, n_replicas): from, to
+    Meeting *meetings;        // (n_stages) the average at work; NULL: one replica
     Codec codec;
     CodecEnd *ends; // (n_replicas, n_stages - 1, 2): of each boundary the stage before it, the stage behind it
     LinkSpeed speed;
     double device_flops; // of a cell, 0: the time it takes here counts
     unsigned char *message;
     int64_t message_bytes;
-    float *exchange; // what is averaged: (n_replicas, exchange_floats)
+    float *exchange; // (n_replicas, exchange_floats) a share of an average, while it is sent or met
     int64_t exchange_floats;
     Stream *stream;
     // the GPUs of a cell: micro-batch m is computed by number m % n_gpus, the first has all state
@@ -1535,10 +1536,6 @@ static Stage *mesh_model(const Mesh *mesh, int replica) {
     return &mesh_cell(mesh, replica, 0)->stage;
 }
 
-static Link *mesh_meeting(const Mesh *mesh, int stage, int from, int to) {
-    return &mesh->meeting[(stage * mesh->n_replicas + from) * mesh->n_replicas + to];
-}
-
 // behind: 0 for the end of the stage before the boundary, 1 for that of the stage behind it.
 static CodecEnd *mesh_end(const Mesh *mesh, int replica, int boundary, int behind) {
     return &mesh->ends[2 * (replica * (mesh->n_stages - 1) + boundary) + behind];
@@ -1564,6 +1561,12 @@ static void klt_place_free(KltPlace *place, int n_tables, int n_cells) {
     device_free(place->embed);
     klt_work_free(&place->work);
     memset(place, 0, sizeof *place);
+}
+
+// Of a meeting in zeroed memory: nothing.
+static void meeting_destroy(Meeting *meeting) {
+    for (int r = 0; r < meeting->n_replicas && meeting->seats != NULL; r++) device_free(meeting->seats[r].values);
+    meeting_free(meeting);
 }
 
 static void mesh_free(Mesh *mesh) {
@@ -1595,13 +1598,13 @@ static void mesh_free(Mesh *mesh) {
         link_free(&mesh->forward[i]);
         link_free(&mesh->backward[i]);
     }
-    for (int i = 0; i < n_cells * mesh->n_replicas && mesh->meeting != NULL; i++) link_free(&mesh->meeting[i]);
+    for (int s = 0; s < mesh->n_stages && mesh->meetings != NULL; s++) meeting_destroy(&mesh->meetings[s]);
     for (int i = 0; i < 2 * n_links && mesh->ends != NULL; i++) codec_end_free(&mesh->ends[i]);
     free(mesh->ends);
     free(mesh->cells);
     free(mesh->forward);
     free(mesh->backward);
-    free(mesh->meeting);
+    free(mesh->meetings);
     device_host_free(mesh->message);
     device_free(mesh->exchange);
     for (int g = 1; g < mesh->n_gpus; g++) stream_destroy(mesh->streams[g]);
@@ -1619,10 +1622,10 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     mesh->cells = (Cell *)calloc(n_cells, sizeof(Cell));
     mesh->forward = (Link *)calloc(n_cells, sizeof(Link));
     mesh->backward = (Link *)calloc(n_cells, sizeof(Link));
-    mesh->meeting = (Link *)calloc(n_cells * (size_t)n_replicas, sizeof(Link));
-    if (mesh->cells == NULL || mesh->forward == NULL || mesh->backward == NULL || mesh->meeting == NULL)
+    if (mesh->cells == NULL || mesh->forward == NULL || mesh->backward == NULL)
         return error_set("out of memory for a mesh of %zu cells", n_cells);
     for (int r = 0; r < n_replicas; r++) {
+        mesh->living[r] = 1;
         for (int s = 0; s < n_stages; s++) {
             Cell *cell = mesh_cell(mesh, r, s);
             cell->replica = r, cell->index = s, cell->hosted = 1;
@@ -2227,31 +2230,384 @@ static void stage_fragments(Stage *stage, int n_fragments) {
     }
 }
 
-// Memory and warm starts of replicas that meet; they start equal.
+// Warm starts of a cell of a replica that meets others; they start equal.
+static int cell_meet(Mesh *mesh, Cell *cell, const Outer *outer, uint64_t seed) {
+    const Stage *stage = &cell->stage;
+    int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
+    cell->powersgd_q = (float *)device_alloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
+    cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
+    if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
+    for (int t = 0; t < stage->n_tensors; t++) {
+        const Tensor *tensor = &stage->tensors[t];
+        if (tensor->n_dims != 2) continue;
+        if (powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
+                          powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index, mesh->stream))
+            return -1;
+    }
+    return 0;
+}
+
+// n values as the wire will round them.
+static void wire_round(Wire wire, float *values, int64_t n, Stream *stream) {
+    if (wire == WIRE_BF16) vector_round_bf16(values, n, stream);
+}
+
+// Multiplications and additions of PowerSGD's four products for one tensor.
+static double powersgd_flops(const Tensor *tensor, int rank) {
+    return tensor->n_dims == 2 ? 8.0 * (double)tensor->n * powersgd_rank(tensor, rank) : 0.0;
+}
+
+// One average of a stage is a meeting (llmc/meeting.h) over the tensors of a fragment, or over all gradients:
+//
+//   begin     error += global - local of the fragment; the list of shares
+//   advance   1-d      SEND error, as the wire rounds it                        TAKE its mean
+//             matrix   SEND left = error Q        MEET orthonormal mean         TAKE it
+//                      SEND right = error^T left, as the wire rounds it         TAKE its mean
+//   commit    1-d      error -= what was sent                                   pending = mean
+//             matrix   error -= left right^T      Q = mean of right             pending = left Q^T
+//
+//            meeting_begin            meeting_advance             meeting_commit
+//   no delta -------------> advancing ---------------> complete -------------------> pending waits for mesh_merge
+//                            |   ^                        |
+//                            +---+------------------------+ meeting_restart, with the replicas that are left
+//
+// A cell keeps means and its own right factors beside its state, which does not change from begin to commit. So an
+// average can be begun anew at any time before, from the same delta: it gives what it would have given without the
+// replicas that are gone. All replicas commit the same average, so none may before all are complete; to see to that is
+// the caller's.
+
+enum { ALL_GRADIENTS = -1 }; // in place of a fragment
+
+// Floats between two pieces of a seat's memory.
+static int64_t share_room(int64_t n) {
+    return round_up(n, DEVICE_ALIGN / 4);
+}
+
+// Appends a share. Its owner: one for a fragment, for gradients the members in turn.
+static void meeting_append(Meeting *meeting, ShareKind kind, const Stage *stage, int t, int64_t n, int after) {
+    int64_t turn = meeting->fragment == ALL_GRADIENTS ? stage->tensors[t].index : meeting->turn;
+    Share share = {kind, t, meeting_member(meeting, (int)(turn % meeting->n_members)), after, n, meeting->floats};
+    meeting_add(meeting, share);
+    meeting->floats += share_room(n) * (kind == SHARE_RIGHT ? 2 : 1); // the replica's own right factor behind the mean
+}
+
+// The list of shares, in the order of the table, right factors last.
+static void meeting_list(Meeting *meeting, const Stage *stage) {
+    for (int t = 0; t < stage->n_tensors; t++) {
+        const Tensor *tensor = &stage->tensors[t];
+        int is_gradient = meeting->fragment == ALL_GRADIENTS, r = powersgd_rank(tensor, meeting->rank);
+        if (is_gradient || (tensor->fragment == meeting->fragment && tensor->n_dims == 1))
+            meeting_append(meeting, SHARE_VALUES, stage, t, tensor->n, -1);
+        else if (tensor->fragment == meeting->fragment)
+            meeting_append(meeting, SHARE_LEFT, stage, t, tensor->shape[0] * r, -1);
+    }
+    for (int i = 0, n = meeting->n_shares; i < n; i++) {
+        const Tensor *tensor = &stage->tensors[meeting->shares[i].tensor];
+        if (meeting->shares[i].kind == SHARE_LEFT)
+            meeting_append(meeting, SHARE_RIGHT, stage, meeting->shares[i].tensor,
+                           tensor->shape[1] * powersgd_rank(tensor, meeting->rank), i);
+    }
+}
+
+// Gives every hosted seat at least the memory that the list needs; what was in it is lost.
+static int meeting_reserve(Meeting *meeting) {
+    int64_t room = larger(meeting->room, meeting->floats);
+    if (meeting->in_place) return 0;
+    for (int r = 0; r < meeting->n_replicas; r++) {
+        Seat *seat = &meeting->seats[r];
+        if (!seat->hosted || (seat->values != NULL && room == meeting->room)) continue;
+        device_free(seat->values);
+        seat->values = (float *)device_alloc(sizeof(float) * (size_t)(room > 0 ? room : 1));
+        if (seat->values == NULL) return error_set("out of memory for averages");
+    }
+    meeting->room = room;
+    return 0;
+}
+
+// Begins a meeting anew, from what the replicas had when it began: with those that are living now, as if there had
+// never been others. What is still on its way from before must not come into its links. Returns 0 or -1.
+static int meeting_restart(const Mesh *mesh, Meeting *meeting) {
+    int hosted[MESH_MAX_REPLICAS];
+    if (meeting->is_open && meeting->in_place)
+        return error_set("an average whose members are all of this process is not begun anew");
+    for (int r = 0; r < mesh->n_replicas; r++) hosted[r] = mesh_cell(mesh, r, meeting->stage)->hosted;
+    meeting_close(meeting);
+    meeting_open(meeting, mesh->living, hosted);
+    if (meeting->n_members == 0) return error_set("an average without replicas");
+    meeting_list(meeting, &mesh_cell(mesh, 0, meeting->stage)->stage);
+    return 0;
+}
+
+// Sends part of an average while the cell computes on, once it is at `ready`; returns the arrival. The uplink's time is
+// taken at once: where the data are not there yet, other messages use it meanwhile.
+static double cell_send_behind(const Mesh *mesh, Cell *cell, double ready, int64_t n_bytes) {
+    Clock sender = {fmax(ready, cell->clock.now), cell->clock.uplink_free};
+    double arrival = clock_send(&sender, mesh->speed, n_bytes);
+    clock_send(&cell->clock, mesh->speed, n_bytes);
+    return arrival;
+}
+
+// Simulated time of one share's messages.
+static void share_clock(const Mesh *mesh, Meeting *meeting, const Share *share) {
+    int64_t n_bytes = share->n * codec_size(&mesh->codec);
+    Seat *keeper = &meeting->seats[share->owner];
+    double met = keeper->time;
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        if (r == share->owner || !meeting->seats[r].member) continue;
+        met = fmax(met, cell_send_behind(mesh, mesh_cell(mesh, r, meeting->stage), meeting->seats[r].time, n_bytes));
+    }
+    keeper->time = met;
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        Seat *seat = &meeting->seats[r];
+        if (r == share->owner || !seat->member) continue;
+        seat->time = fmax(seat->time,
+                          cell_send_behind(mesh, mesh_cell(mesh, share->owner, meeting->stage), keeper->time, n_bytes));
+    }
+}
+
+// Simulated time of the whole average, which begins now, one tensor after the other. Messages of other processes have
+// none: an average with strangers ends when it begins.
+static void meeting_clock(const Mesh *mesh, Meeting *meeting) {
+    int right = 0;
+    for (int r = 0; r < mesh->n_replicas; r++) meeting->seats[r].time = mesh_cell(mesh, r, meeting->stage)->clock.now;
+    if (!meeting_hosts_all(meeting)) return;
+    while (right < meeting->n_shares && meeting->shares[right].kind != SHARE_RIGHT) right++;
+    for (int i = 0; i < meeting->n_shares && meeting->shares[i].kind != SHARE_RIGHT; i++) {
+        const Share *share = &meeting->shares[i];
+        for (int r = 0; r < mesh->n_replicas; r++) {
+            Cell *cell = mesh_cell(mesh, r, meeting->stage);
+            if (share->kind == SHARE_LEFT && meeting->seats[r].member && mesh->device_flops > 0.0)
+                clock_compute(&cell->clock,
+                              powersgd_flops(&cell->stage.tensors[share->tensor], meeting->rank) / mesh->device_flops);
+        }
+        share_clock(mesh, meeting, share);
+        if (share->kind == SHARE_LEFT) share_clock(mesh, meeting, &meeting->shares[right++]);
+    }
+}
+
+// Adds (global - local) of the meeting's fragment to what a cell has left out before.
+static void cell_add_delta(const Mesh *mesh, Cell *cell, int fragment) {
+    const Stage *stage = &cell->stage;
+    for (int t = 0; t < stage->n_tensors; t++) {
+        int64_t at = stage->tensors[t].offset;
+        if (stage->tensors[t].fragment == fragment)
+            outer_delta(stage->error + at, stage->global + at, stage->params + at, stage->tensors[t].n, mesh->stream);
+    }
+}
+
+// Begins an average of the living replicas: of a fragment's pseudo-gradients (global - local, and what was left out
+// before), or of ALL_GRADIENTS, then outer is NULL and each replica's come out summed. turn >= 0 chooses the owner.
+// Nothing is sent yet. Returns 0 or -1.
+static int meeting_begin(const Mesh *mesh, Meeting *meeting, const Outer *outer, int stage, int fragment,
+                         int64_t turn) {
+    meeting_close(meeting);
+    meeting->stage = stage, meeting->fragment = fragment, meeting->turn = turn;
+    meeting->rank = outer != NULL ? outer->rank : 0, meeting->in_place = 0;
+    if (meeting_restart(mesh, meeting)) return -1;
+    meeting->in_place = fragment == ALL_GRADIENTS && meeting_hosts_all(meeting);
+    if (meeting_reserve(meeting)) return -1;
+    for (int r = 0; r < mesh->n_replicas && fragment != ALL_GRADIENTS; r++)
+        if (meeting_hosts(meeting, r)) cell_add_delta(mesh, mesh_cell(mesh, r, stage), fragment);
+    meeting_clock(mesh, meeting);
+    return 0;
+}
+
+// Where replica r takes the mean of a share to.
+static float *meeting_mean(const Mesh *mesh, const Meeting *meeting, int r, const Share *share) {
+    const Stage *stage = &mesh_cell(mesh, r, meeting->stage)->stage;
+    return meeting->in_place ? stage->grads + stage->tensors[share->tensor].offset
+                             : meeting->seats[r].values + share->at;
+}
+
+// A replica's own right factor.
+static float *meeting_own(const Meeting *meeting, int r, const Share *share) {
+    return meeting->seats[r].values + share->at + share_room(share->n);
+}
+
+// A replica's memory of mesh->exchange.
+static float *mesh_exchange(const Mesh *mesh, int replica) {
+    return mesh->exchange + replica * mesh->exchange_floats;
+}
+
+// What replica r has to send for a share: it is in place, or computed now.
+static const float *meeting_part(const Mesh *mesh, const Meeting *meeting, int r, const Share *share) {
+    const Cell *cell = mesh_cell(mesh, r, meeting->stage);
+    const Stage *stage = &cell->stage;
+    const Tensor *tensor = &stage->tensors[share->tensor];
+    const float *error = stage->error + (stage->meets ? tensor->offset : 0);
+    const float *Q =
+        cell->powersgd_q + (share->kind == SHARE_LEFT ? powersgd_offset(stage, share->tensor, meeting->rank) : 0);
+    int m = (int)tensor->shape[0], n = (int)tensor->shape[1], rank = powersgd_rank(tensor, meeting->rank);
+    float *part = share->kind == SHARE_RIGHT ? meeting_own(meeting, r, share) : mesh_exchange(mesh, r);
+    if (share->kind == SHARE_VALUES && meeting->fragment != ALL_GRADIENTS) return error;
+    if (share->kind == SHARE_VALUES) {
+        device_copy(part, stage->grads + tensor->offset, sizeof(float) * (size_t)share->n, mesh->stream);
+        vector_scale(part, share->n, (float)meeting->n_members, mesh->stream);
+    } else if (share->kind == SHARE_LEFT) {
+        powersgd_left(part, error, Q, m, n, rank, mesh->stream);
+    } else {
+        powersgd_right(part, error, meeting_mean(mesh, meeting, r, &meeting->shares[share->after]), m, n, rank,
+                       mesh->stream);
+        wire_round(mesh->codec.wire, part, share->n, mesh->stream);
+    }
+    return part;
+}
+
+// Sends n_bytes of mesh->message; only what leaves the cell is traffic.
+static int meeting_post(const Mesh *mesh, const Meeting *meeting, Link *link, int from, int to, int64_t n_bytes) {
+    if (from != to) mesh_cell(mesh, from, meeting->stage)->step.bytes[TRAFFIC_DP] += n_bytes;
+    return link_send(link, mesh->message, n_bytes, 0.0);
+}
+
+// Takes a share's next message off a link into values (n). Returns 0, or -1: the peer's message is of another size.
+static int meeting_receive(const Mesh *mesh, const Meeting *meeting, Link *link, int from, const Share *share,
+                           float *values) {
+    int64_t n_bytes, expected = share->n * codec_size(&mesh->codec);
+    double arrival;
+    if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
+    if (n_bytes != expected)
+        return error_set("average of stage %d: replica %d sends %lld bytes of %s, %lld are expected", meeting->stage,
+                         from, (long long)n_bytes,
+                         mesh_cell(mesh, from, meeting->stage)->stage.tensors[share->tensor].name, (long long)expected);
+    return codec_decode_fp32(&mesh->codec, mesh->message, n_bytes, values, share->n, mesh->stream);
+}
+
+static int meeting_send(const Mesh *mesh, const Meeting *meeting, int r, const Share *share) {
+    const float *part = meeting_part(mesh, meeting, r, share);
+    int64_t n_bytes = codec_encode_fp32(&mesh->codec, part, share->n, mesh->message, mesh->message_bytes, mesh->stream);
+    if (n_bytes < 0) return -1;
+    return meeting_post(mesh, meeting, meeting_up(meeting, r, share->owner), r, share->owner, n_bytes);
+}
+
+// The owner's part: the mean, in the order of the replicas, whose own values have gone through the wire's rounding too.
+static int meeting_meet(const Mesh *mesh, const Meeting *meeting, const Share *share) {
+    float *values[MESH_MAX_REPLICAS], *mean = mesh_exchange(mesh, share->owner);
+    int n = 0, m = (int)mesh_cell(mesh, 0, meeting->stage)->stage.tensors[share->tensor].shape[0];
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        if (!meeting->seats[r].member) continue;
+        values[n] = mesh_exchange(mesh, r);
+        if (meeting_receive(mesh, meeting, meeting_up(meeting, r, share->owner), r, share, values[n++])) return -1;
+    }
+    vector_mean(mean, values, n, share->n, mesh->stream);
+    if (share->kind == SHARE_LEFT && orthonormalize(mean, m, (int)(share->n / m), mesh->stream)) return -1;
+    int64_t n_bytes = codec_encode_fp32(&mesh->codec, mean, share->n, mesh->message, mesh->message_bytes, mesh->stream);
+    if (n_bytes < 0) return -1;
+    for (int r = 0; r < mesh->n_replicas; r++)
+        if (meeting->seats[r].member &&
+            meeting_post(mesh, meeting, meeting_down(meeting, r, share->owner), share->owner, r, n_bytes))
+            return -1;
+    return 0;
+}
+
+static int meeting_take(const Mesh *mesh, const Meeting *meeting, int r, const Share *share) {
+    return meeting_receive(mesh, meeting, meeting_down(meeting, r, share->owner), share->owner, share,
+                           meeting_mean(mesh, meeting, r, share));
+}
+
+// Goes one message further. Returns 1; 0: nothing can be done before something comes; -1: a peer's message is wrong, or
+// an average is not finite.
+static int meeting_advance(const Mesh *mesh, Meeting *meeting) {
+    Move move = meeting_next(meeting);
+    if (move.kind == MOVE_NONE) return 0;
+    const Share *share = &meeting->shares[move.share];
+    int result = move.kind == MOVE_TAKE   ? meeting_take(mesh, meeting, move.replica, share)
+                 : move.kind == MOVE_MEET ? meeting_meet(mesh, meeting, share)
+                                          : meeting_send(mesh, meeting, move.replica, share);
+    if (result) return -1;
+    meeting_moved(meeting, move);
+    return 1;
+}
+
+// One tensor of a replica: the average, and what is left out. What a replica's Q or vector loses on the wire is left
+// out too, so it comes with the next delta; only the rounding of the average on its way back is nobody's. Of what is
+// left out now, a share `mix` is still in (global - local) after the merge; only the rest is remembered. Remembering
+// all of it counted that share again and again, and runs diverged.
+static void share_commit(const Mesh *mesh, const Meeting *meeting, const Outer *outer, int r, const Share *share) {
+    const Cell *cell = mesh_cell(mesh, r, meeting->stage);
+    const Stage *stage = &cell->stage;
+    const Tensor *tensor = &stage->tensors[share->tensor];
+    const float *mean = meeting_mean(mesh, meeting, r, share);
+    float *error = stage->error + tensor->offset, *pending = stage->pending + tensor->offset;
+    size_t n_bytes = sizeof(float) * (size_t)share->n;
+    if (share->kind == SHARE_VALUES) {
+        device_copy(pending, error, n_bytes, mesh->stream);
+        wire_round(mesh->codec.wire, pending, share->n, mesh->stream);
+        vector_subtract(error, pending, share->n, mesh->stream);
+        device_copy(pending, mean, n_bytes, mesh->stream);
+    } else {
+        const float *left = meeting_mean(mesh, meeting, r, &meeting->shares[share->after]);
+        int m = (int)tensor->shape[0], n = (int)tensor->shape[1], rank = powersgd_rank(tensor, meeting->rank);
+        powersgd_error(error, error, left, meeting_own(meeting, r, share), m, n, rank, mesh->stream);
+        device_copy(cell->powersgd_q + powersgd_offset(stage, share->tensor, meeting->rank), mean, n_bytes,
+                    mesh->stream);
+        powersgd_expand(pending, left, mean, m, n, rank, mesh->stream);
+    }
+    vector_scale(error, tensor->n, 1.0f - outer->mix, mesh->stream);
+}
+
+// The end of a complete average: pending, error and warm starts of the fragment, or the gradients. The meeting is
+// closed then. outer as in meeting_begin. Returns 0 or -1.
+static int meeting_commit(const Mesh *mesh, Meeting *meeting, const Outer *outer) {
+    if (!meeting_complete(meeting)) return error_set("an average of stage %d is not complete", meeting->stage);
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        Cell *cell = mesh_cell(mesh, r, meeting->stage);
+        if (!meeting_hosts(meeting, r)) continue;
+        for (int i = 0; i < meeting->n_shares; i++) {
+            const Share *share = &meeting->shares[i];
+            if (outer != NULL && share->kind != SHARE_LEFT) share_commit(mesh, meeting, outer, r, share);
+            if (outer == NULL && !meeting->in_place)
+                device_copy(cell->stage.grads + cell->stage.tensors[share->tensor].offset,
+                            meeting_mean(mesh, meeting, r, share), sizeof(float) * (size_t)share->n, mesh->stream);
+        }
+        if (outer != NULL)
+            cell->merge_at[meeting->fragment] = meeting->seats[r].time;
+        else
+            clock_receive(&cell->clock, meeting->seats[r].time);
+    }
+    meeting_close(meeting);
+    return stream_check(mesh->stream);
+}
+
+// A whole average of replicas that are all of this process.
+static int mesh_average(const Mesh *mesh, const Outer *outer, int stage, int fragment, int64_t turn) {
+    Meeting *meeting = &mesh->meetings[stage];
+    int moved = meeting_begin(mesh, meeting, outer, stage, fragment, turn) ? -1 : 1;
+    while (moved > 0) moved = meeting_advance(mesh, meeting);
+    if (moved < 0) return -1;
+    if (!meeting_complete(meeting))
+        return error_set("an average is stuck: stage %d waits, and nothing is on its way", stage);
+    return meeting_commit(mesh, meeting, outer);
+}
+
+// Memory of the averages of a stage: links, list, and with outer steps the seats' for the largest fragment.
+static int meeting_create(const Mesh *mesh, Meeting *meeting, int stage, const Outer *outer) {
+    const Stage *first = &mesh_cell(mesh, 0, stage)->stage;
+    if (meeting_alloc(meeting, mesh->n_replicas, 2 * first->n_tensors)) return -1;
+    meeting->stage = stage, meeting->rank = outer->rank;
+    for (int f = 0; f < outer->n_fragments && first->meets; f++) {
+        meeting->fragment = f;
+        if (meeting_restart(mesh, meeting) || meeting_reserve(meeting)) return -1;
+    }
+    meeting_close(meeting);
+    return 0;
+}
+
+// Memory and warm starts of replicas that meet.
 static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
     int64_t largest = 0;
     for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
-        Stage *stage = &cell->stage;
-        stage_fragments(stage, outer->n_fragments);
-        for (int t = 0; t < stage->n_tensors; t++) largest = larger(largest, stage->tensors[t].n);
-        if (!stage->meets) continue;
-        int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
-        cell->powersgd_q = (float *)device_alloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
-        cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
-        if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
-        for (int t = 0; t < stage->n_tensors; t++) {
-            const Tensor *tensor = &stage->tensors[t];
-            if (tensor->n_dims != 2) continue;
-            if (powersgd_init(cell->powersgd_q + powersgd_offset(stage, t, outer->rank), (int)tensor->shape[1],
-                              powersgd_rank(tensor, outer->rank), seed, (uint32_t)tensor->index, mesh->stream))
-                return -1;
-        }
+        stage_fragments(&cell->stage, outer->n_fragments);
+        for (int t = 0; t < cell->stage.n_tensors; t++) largest = larger(largest, cell->stage.tensors[t].n);
+        if (cell->stage.meets && cell->hosted && cell_meet(mesh, cell, outer, seed)) return -1;
     }
     if (mesh->n_replicas == 1) return 0;
+    mesh->meetings = (Meeting *)calloc((size_t)mesh->n_stages, sizeof(Meeting));
     mesh->exchange_floats = largest;
     mesh->exchange = (float *)device_alloc(sizeof(float) * (size_t)largest * (size_t)mesh->n_replicas);
-    if (mesh->exchange == NULL) return error_set("out of memory for averages");
+    if (mesh->meetings == NULL || mesh->exchange == NULL) return error_set("out of memory for averages");
+    for (int s = 0; s < mesh->n_stages; s++)
+        if (meeting_create(mesh, &mesh->meetings[s], s, outer)) return -1;
     if (mesh->message_bytes >= 4 * largest) return 0;
     device_host_free(mesh->message);
     mesh->message_bytes = 4 * largest;
@@ -2259,77 +2615,10 @@ static int mesh_meet(Mesh *mesh, const Outer *outer, uint64_t seed) {
     return mesh->message != NULL ? 0 : error_set("out of memory for messages");
 }
 
-// Sends part of an average while the cell computes on; returns the arrival. The uplink's time is taken at once: where
-// the data are not there yet, other messages use it meanwhile.
-static double cell_send_behind(Mesh *mesh, Cell *cell, int64_t n_bytes) {
-    Clock sender = {fmax(cell->averaging, cell->clock.now), cell->clock.uplink_free};
-    double arrival = clock_send(&sender, mesh->speed, n_bytes);
-    clock_send(&cell->clock, mesh->speed, n_bytes);
-    cell->step.bytes[TRAFFIC_DP] += n_bytes;
-    return arrival;
-}
-
-// Averages n floats over the replicas of a stage: values[r] in, the same bytes for all out. The owner receives from
-// all, adds in the order of the replicas (its own values go through the wire's rounding too), and sends the mean back,
-// with rows > 0 made orthonormal as a (rows, n/rows) matrix.
-static int mesh_average(Mesh *mesh, int stage, int owner, float *const *values, int64_t n, int rows) {
-    const Codec *codec = &mesh->codec;
-    Stream *stream = mesh->stream;
-    int R = mesh->n_replicas;
-    for (int r = 0; r < R; r++) {
-        Cell *cell = mesh_cell(mesh, r, stage);
-        int64_t n_bytes = codec_encode_fp32(codec, values[r], n, mesh->message, mesh->message_bytes, stream);
-        if (n_bytes < 0) return -1;
-        if (r == owner) {
-            if (codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream)) return -1;
-        } else if (link_send(mesh_meeting(mesh, stage, r, owner), mesh->message, n_bytes,
-                             cell_send_behind(mesh, cell, n_bytes))) {
-            return -1;
-        }
-    }
-    Cell *keeper = mesh_cell(mesh, owner, stage);
-    for (int r = 0; r < R; r++) {
-        int64_t n_bytes;
-        double arrival;
-        if (r == owner) continue;
-        if (link_recv(mesh_meeting(mesh, stage, r, owner), mesh->message, mesh->message_bytes, &n_bytes, &arrival) !=
-                LINK_OK ||
-            codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream))
-            return -1;
-        keeper->averaging = fmax(keeper->averaging, arrival);
-    }
-    vector_mean(values[owner], values, R, n, stream);
-    if (rows > 0 && orthonormalize(values[owner], rows, (int)(n / rows), stream)) return -1;
-    int64_t n_bytes = codec_encode_fp32(codec, values[owner], n, mesh->message, mesh->message_bytes, stream);
-    if (n_bytes < 0) return -1;
-    for (int r = 0; r < R; r++) {
-        Cell *cell = mesh_cell(mesh, r, stage);
-        if (codec_decode_fp32(codec, mesh->message, n_bytes, values[r], n, stream)) return -1;
-        if (r == owner) continue;
-        cell->averaging = fmax(cell->averaging, cell_send_behind(mesh, keeper, n_bytes));
-    }
-    return 0;
-}
-
 // --dp dense: every replica gets the sum of all gradients of its stage. They are scaled by the targets of all already.
 static int mesh_sum_gradients(Mesh *mesh) {
-    float *values[MESH_MAX_REPLICAS];
-    for (int i = 0; i < mesh_cells(mesh); i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
-    for (int s = 0; s < mesh->n_stages; s++) {
-        const Stage *stage = &mesh_cell(mesh, 0, s)->stage;
-        for (int t = 0; t < stage->n_tensors; t++) {
-            const Tensor *tensor = &stage->tensors[t];
-            for (int r = 0; r < mesh->n_replicas; r++) {
-                values[r] = mesh_cell(mesh, r, s)->stage.grads + tensor->offset;
-                vector_scale(values[r], tensor->n, (float)mesh->n_replicas, mesh->stream);
-            }
-            if (mesh_average(mesh, s, tensor->index % mesh->n_replicas, values, tensor->n, 0)) return -1;
-        }
-        for (int r = 0; r < mesh->n_replicas; r++) {
-            Cell *cell = mesh_cell(mesh, r, s);
-            clock_receive(&cell->clock, cell->averaging);
-        }
-    }
+    for (int s = 0; s < mesh->n_stages; s++)
+        if (mesh_average(mesh, NULL, s, ALL_GRADIENTS, 0)) return -1;
     return 0;
 }
 
@@ -2344,78 +2633,10 @@ static int outer_merges(const Outer *outer, int fragment, int64_t done) {
     return outer->begun[fragment] > 0 && done >= outer->begun[fragment] + outer->overlap;
 }
 
-// n values as the wire will round them.
-static void wire_round(Wire wire, float *values, int64_t n, Stream *stream) {
-    if (wire == WIRE_BF16) vector_round_bf16(values, n, stream);
-}
-
-// Multiplications and additions of PowerSGD's four products for one tensor.
-static double powersgd_flops(const Tensor *tensor, int rank) {
-    return tensor->n_dims == 2 ? 8.0 * (double)tensor->n * powersgd_rank(tensor, rank) : 0.0;
-}
-
-// One matrix: PowerSGD of every replica's delta (in `error`, which keeps what is left out), averaged, into pending.
-// What a replica's Q loses on the wire is left out too, so it comes with the next delta; only the rounding of the
-// average on its way back is nobody's.
-static int mesh_average_matrix(Mesh *mesh, int s, int owner, int t, int rank) {
-    float *left[MESH_MAX_REPLICAS], *right[MESH_MAX_REPLICAS];
-    const Stage *first = &mesh_cell(mesh, 0, s)->stage;
-    const Tensor *tensor = &first->tensors[t];
-    int R = mesh->n_replicas, m = (int)tensor->shape[0], n = (int)tensor->shape[1], r = powersgd_rank(tensor, rank);
-    int64_t at = powersgd_offset(first, t, rank);
-    for (int i = 0; i < R; i++) {
-        Cell *cell = mesh_cell(mesh, i, s);
-        left[i] = mesh->exchange + i * mesh->exchange_floats, right[i] = cell->powersgd_q + at;
-        powersgd_left(left[i], cell->stage.error + tensor->offset, right[i], m, n, r, mesh->stream);
-    }
-    if (mesh_average(mesh, s, owner, left, (int64_t)m * r, m)) return -1;
-    for (int i = 0; i < R; i++) {
-        Stage *stage = &mesh_cell(mesh, i, s)->stage;
-        float *delta = stage->error + tensor->offset;
-        powersgd_right(right[i], delta, left[i], m, n, r, mesh->stream);
-        wire_round(mesh->codec.wire, right[i], (int64_t)n * r, mesh->stream);
-        powersgd_error(delta, delta, left[i], right[i], m, n, r, mesh->stream);
-    }
-    if (mesh_average(mesh, s, owner, right, (int64_t)n * r, 0)) return -1;
-    for (int i = 0; i < R; i++)
-        powersgd_expand(mesh_cell(mesh, i, s)->stage.pending + tensor->offset, left[i], right[i], m, n, r,
-                        mesh->stream);
-    return stream_check(mesh->stream);
-}
-
-// Begins the outer step of a fragment: pseudo-gradient (global - local) plus what was left out before, averaged. Of
-// what is left out now, a share `mix` is still in (global - local) after the merge; only the rest is remembered.
-// Remembering all of it counted that share again and again, and runs diverged.
-static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int owner) {
-    float *values[MESH_MAX_REPLICAS], kept = 1.0f - outer->mix;
-    int R = mesh->n_replicas;
-    for (int i = 0; i < R * mesh->n_stages; i++) mesh->cells[i].averaging = mesh->cells[i].clock.now;
-    for (int s = 0; s < mesh->n_stages; s++) {
-        const Stage *first = &mesh_cell(mesh, 0, s)->stage;
-        for (int t = 0; t < first->n_tensors; t++) {
-            const Tensor *tensor = &first->tensors[t];
-            if (tensor->fragment != fragment) continue;
-            for (int r = 0; r < R; r++) {
-                Stage *stage = &mesh_cell(mesh, r, s)->stage;
-                float *error = stage->error + tensor->offset, *global = stage->global + tensor->offset;
-                outer_delta(error, global, stage->params + tensor->offset, tensor->n, mesh->stream);
-                values[r] = stage->pending + tensor->offset;
-                if (mesh->device_flops > 0.0)
-                    clock_compute(&mesh_cell(mesh, r, s)->clock,
-                                  powersgd_flops(tensor, outer->rank) / mesh->device_flops);
-                if (tensor->n_dims == 2) continue;
-                device_copy(values[r], error, sizeof(float) * (size_t)tensor->n, mesh->stream);
-                wire_round(mesh->codec.wire, values[r], tensor->n, mesh->stream);
-                vector_subtract(error, values[r], tensor->n, mesh->stream);
-            }
-            if (tensor->n_dims == 1 ? mesh_average(mesh, s, owner, values, tensor->n, 0)
-                                    : mesh_average_matrix(mesh, s, owner, t, outer->rank))
-                return -1;
-            for (int r = 0; r < R; r++)
-                vector_scale(mesh_cell(mesh, r, s)->stage.error + tensor->offset, tensor->n, kept, mesh->stream);
-        }
-    }
-    for (int i = 0; i < R * mesh->n_stages; i++) mesh->cells[i].merge_at[fragment] = mesh->cells[i].averaging;
+// The average of a fragment's pseudo-gradients, with all that is left out.
+static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int64_t turn) {
+    for (int s = 0; s < mesh->n_stages; s++)
+        if (mesh_average(mesh, outer, s, fragment, turn)) return -1;
     return 0;
 }
 
@@ -2424,6 +2645,7 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
     for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
         Stage *stage = &cell->stage;
+        if (!cell->hosted) continue;
         for (int t = 0; t < stage->n_tensors; t++) {
             const Tensor *tensor = &stage->tensors[t];
             if (tensor->fragment != fragment) continue;
@@ -2438,9 +2660,8 @@ static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) 
 // What is due after `done` local steps.
 static int mesh_outer(Mesh *mesh, Outer *outer, int64_t done) {
     for (int f = 0; f < outer->n_fragments; f++) {
-        int owner = (int)((f + done / outer->local_steps) % mesh->n_replicas);
         if (outer_begins(outer, f, done)) {
-            if (mesh_begin_merge(mesh, outer, f, owner)) return -1;
+            if (mesh_begin_merge(mesh, outer, f, f + done / outer->local_steps)) return -1;
             outer->begun[f] = done;
         }
         if (!outer_merges(outer, f, done)) continue;
@@ -2455,7 +2676,7 @@ static int mesh_outer_finish(Mesh *mesh, Outer *outer) {
     for (int f = 0; f < outer->n_fragments; f++) {
         if (outer->begun[f] > 0) mesh_merge(mesh, outer, f, outer->mix);
         outer->begun[f] = 0;
-        if (mesh_begin_merge(mesh, outer, f, f % mesh->n_replicas)) return -1;
+        if (mesh_begin_merge(mesh, outer, f, f)) return -1;
         mesh_merge(mesh, outer, f, 0.0f);
     }
     return 0;
