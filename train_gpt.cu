@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include "llmc/alignment.h"
+#include "llmc/channel.h"
 #include "llmc/checkpoint.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
@@ -44,9 +45,12 @@
 #include "llmc/host_memory.h"
 #include "llmc/link.h"
 #include "llmc/meeting.h"
+#include "llmc/membership.h"
 #include "llmc/model_file.h"
+#include "llmc/net.h"
 #include "llmc/optimizer.h"
 #include "llmc/oscillation.h"
+#include "llmc/packer.h"
 #include "llmc/partition.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
@@ -774,24 +778,27 @@ static float *stage_corrected(Stage *stage, int64_t done) {
     return to;
 }
 
-// Random weights: normal with each tensor's deviation (the two products that write the residual stream are smaller by
-// sqrt(2L), Radford et al. 2019), norms one. A value depends on seed, tensor and element alone.
-static void stage_init(Stage *stage, uint64_t seed) {
-    for (int i = 0; i < stage->n_tensors; i++) {
-        const Tensor *tensor = &stage->tensors[i];
-        uint32_t index = (uint32_t)tensor->index;
-        for (int64_t at = 0; at < tensor->n; at += STAGING) {
-            int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
+// Random weights of a tensor to `to` in tensor memory, through staging (STAGING): normal with the tensor's deviation
+// (the two products that write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one. A value
+// depends on seed, tensor and element alone.
+static void tensor_init(const Tensor *tensor, float *to, float *staging, uint64_t seed, Stream *stream) {
+    uint32_t index = (uint32_t)tensor->index;
+    for (int64_t at = 0; at < tensor->n; at += STAGING) {
+        int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
 #pragma omp parallel for
-            for (int64_t j = 0; j < n; j += 4) {
-                float normal[4];
-                rand_normal4(normal, seed, RAND_INIT, index, (uint64_t)(at + j) / 4);
-                for (int64_t k = j; k < j + 4 && k < n; k++)
-                    stage->staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
-            }
-            device_copy(stage->params + tensor->offset + at, stage->staging, sizeof(float) * (size_t)n, stage->stream);
+        for (int64_t j = 0; j < n; j += 4) {
+            float normal[4];
+            rand_normal4(normal, seed, RAND_INIT, index, (uint64_t)(at + j) / 4);
+            for (int64_t k = j; k < j + 4 && k < n; k++)
+                staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
         }
+        device_copy(to + at, staging, sizeof(float) * (size_t)n, stream);
     }
+}
+
+static void stage_init(Stage *stage, uint64_t seed) {
+    for (int i = 0; i < stage->n_tensors; i++)
+        tensor_init(&stage->tensors[i], stage->params + stage->tensors[i].offset, stage->staging, seed, stage->stream);
 }
 
 // The name under which a file holds a tensor: a head that has been untied starts as the embedding.
@@ -1494,6 +1501,8 @@ typedef struct {
     int micro_batch;
     Cell *cells;              // (n_replicas, n_stages)
     Link *forward, *backward; // (n_replicas, n_stages - 1)
+    Link *check;              // the same: states in a validation that several processes do together
+    struct Node *node;        // how others' cells are reached; NULL: all cells are of this process
     Meeting *meetings;        // (n_stages) the average at work; NULL: one replica
     Codec codec;
     CodecEnd *ends; // (n_replicas, n_stages - 1, 2): of each boundary the stage before it, the stage behind it
@@ -1597,6 +1606,7 @@ static void mesh_free(Mesh *mesh) {
     for (int i = 0; i < n_links && mesh->forward != NULL && mesh->backward != NULL; i++) {
         link_free(&mesh->forward[i]);
         link_free(&mesh->backward[i]);
+        if (mesh->check != NULL) link_free(&mesh->check[i]);
     }
     for (int s = 0; s < mesh->n_stages && mesh->meetings != NULL; s++) meeting_destroy(&mesh->meetings[s]);
     for (int i = 0; i < 2 * n_links && mesh->ends != NULL; i++) codec_end_free(&mesh->ends[i]);
@@ -1604,6 +1614,7 @@ static void mesh_free(Mesh *mesh) {
     free(mesh->cells);
     free(mesh->forward);
     free(mesh->backward);
+    free(mesh->check);
     free(mesh->meetings);
     device_host_free(mesh->message);
     device_free(mesh->exchange);
@@ -1622,7 +1633,8 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     mesh->cells = (Cell *)calloc(n_cells, sizeof(Cell));
     mesh->forward = (Link *)calloc(n_cells, sizeof(Link));
     mesh->backward = (Link *)calloc(n_cells, sizeof(Link));
-    if (mesh->cells == NULL || mesh->forward == NULL || mesh->backward == NULL)
+    mesh->check = (Link *)calloc(n_cells, sizeof(Link));
+    if (mesh->cells == NULL || mesh->forward == NULL || mesh->backward == NULL || mesh->check == NULL)
         return error_set("out of memory for a mesh of %zu cells", n_cells);
     for (int r = 0; r < n_replicas; r++) {
         mesh->living[r] = 1;
@@ -1770,6 +1782,376 @@ static void mesh_spread(Mesh *mesh) {
         if (stage != first) device_copy(stage->params, first->params, n_bytes, stage->stream);
         if (stage->meets) device_copy(stage->global, first->params, n_bytes, stage->stream);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Node: this process as one of several that have a mesh together. Its Mesh has the table of all cells and the memory of
+// the one of its role. Links to others' cells lead through the net (llmc/net.h); what comes from there is put into
+// links by node_poll, which is called between two pieces of work and wherever something is waited for.
+//
+// The coordinator (section "Coordinator") orders what all must do alike. Its orders reach every node in one sequence:
+//
+//   setup   this is your role, these are the settings
+//   place   from step t on these are the cells, your state comes from there; an epoch begins
+//   go      a gate is open: all cells of the run have come as far
+//   living  these replicas are left; averages that no gate has let through begin anew
+//   out     your replica is out of the run, until you are placed
+//   skip    this snapshot gives no factors
+//   save    the anchor is to give its state once it is through with a snapshot
+//   end     the run is over
+//
+// Messages of boundaries, averages, snapshots and factors are of an epoch: older ones are thrown away, newer ones kept
+// until this node is placed too.
+
+#define NODE_NOBODY UINT32_MAX
+enum { NODE_COORDINATOR = 0, NODE_WAIT_MS = 100 };
+
+// A message that no link takes, or not yet.
+typedef struct Parcel {
+    struct Parcel *next;
+    NetEvent event;
+} Parcel;
+
+typedef struct {
+    Parcel *first, *last;
+} Parcels;
+
+typedef struct Node {
+    Net *net;
+    Mesh *mesh; // NULL: there is none yet
+    LinkCarrier carrier;
+    int role;                        // a cell, or the anchor; -1: none yet
+    uint32_t node_of[CHANNEL_ROLES]; // who has each role, NODE_NOBODY: no one
+    uint32_t epoch;                  // of the last place, 0: none yet
+    int turn;                        // how often replicas were lost in it
+    int average;                     // number of the average at work, its last 16 bits; -1: none
+    int64_t open;                    // the last gate that is open
+    json_t *go, *setup, *place, *save; // orders that wait to be obeyed, the last of each kind
+    int64_t skipped;                 // the last snapshot that gives no factors
+    int anchor_up;                   // the anchor is there, as far as is known
+    int interrupted, ended;          // what is being done is of no use any more; the run is over
+    Parcels inbox, early;
+    json_t *wants;        // files that others wait for: [[node, channel]]
+    uint64_t works;       // grows with what is done, for the coordinator to see
+    int (*idle)(void *);  // what can go on beside other work; -1: it has failed
+    void *context;
+    // of the run, as all nodes know it
+    int drawing[MESH_MAX_REPLICAS]; // replicas that take sequences from the data in this step
+    int has_anchor;                 // snapshots are taken
+    int then;                       // ThenKind: what follows the step
+    char scratch[PATH_MAX];         // folder of files on their way
+} Node;
+
+static void parcels_add(Parcels *parcels, Parcel *parcel) {
+    parcel->next = NULL;
+    if (parcels->last != NULL)
+        parcels->last->next = parcel;
+    else
+        parcels->first = parcel;
+    parcels->last = parcel;
+}
+
+// Takes out the first parcel of a kind (CHANNEL_KINDS: any) from a role (-1: any); NULL: there is none.
+static Parcel *parcels_take(Parcels *parcels, ChannelKind kind, int from) {
+    Parcel *before = NULL, *at = parcels->first;
+    for (; at != NULL; before = at, at = at->next) {
+        Channel channel = channel_parts(at->event.channel);
+        if ((kind == CHANNEL_KINDS || channel.kind == kind) && (from < 0 || channel.from == from)) break;
+    }
+    if (at == NULL) return NULL;
+    if (before != NULL)
+        before->next = at->next;
+    else
+        parcels->first = at->next;
+    if (parcels->last == at) parcels->last = before;
+    return at;
+}
+
+static void parcel_free(Parcel *parcel) {
+    if (parcel == NULL) return;
+    free(parcel->event.data);
+    free(parcel);
+}
+
+static void parcels_free(Parcels *parcels, ChannelKind kind, int from) {
+    Parcel *parcel;
+    while ((parcel = parcels_take(parcels, kind, from)) != NULL) parcel_free(parcel);
+}
+
+// Sends an object to a node as text; takes over the reference.
+static int send_order(Net *net, uint32_t to, json_t *order) {
+    char *text = order != NULL ? json_dumps(order, JSON_COMPACT | JSON_REAL_PRECISION(17)) : NULL;
+    json_decref(order);
+    if (text == NULL) return error_set("out of memory for a message");
+    int result = net_send(net, to, 1, channel_number(CHANNEL_CONTROL, 0, 0, 0), text, (int64_t)strlen(text));
+    free(text);
+    return result;
+}
+
+// LinkCarrier of a node. What is for a role that nobody has is lost: its replica is out of the run.
+static int node_carry(void *context, uint64_t channel, const void *data, int64_t n_bytes) {
+    Node *node = (Node *)context;
+    uint32_t to = node->node_of[channel_parts(channel).to];
+    return to == NODE_NOBODY ? 0 : net_send(node->net, to, 0, channel, data, n_bytes);
+}
+
+static int cell_role(const Mesh *mesh, int replica, int stage) {
+    return replica * mesh->n_stages + stage;
+}
+
+// Gives a link the node as its carrier if its other end is elsewhere.
+static void node_connect(Node *node, Link *link, ChannelKind kind, int from, int to, int tag) {
+    const Cell *cells = node->mesh->cells;
+    if (!cells[from].hosted || cells[to].hosted) return;
+    link->carrier = &node->carrier, link->channel = channel_number(kind, from, to, tag);
+}
+
+// The links of boundaries.
+static void node_connect_boundaries(Node *node) {
+    Mesh *mesh = node->mesh;
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        for (int b = 0; b + 1 < mesh->n_stages; b++) {
+            int at = r * (mesh->n_stages - 1) + b, before = cell_role(mesh, r, b), behind = before + 1;
+            node_connect(node, &mesh->forward[at], CHANNEL_FORWARD, before, behind, 0);
+            node_connect(node, &mesh->backward[at], CHANNEL_BACKWARD, behind, before, 0);
+            node_connect(node, &mesh->check[at], CHANNEL_CHECK, before, behind, 0);
+        }
+    }
+}
+
+// The tag of an average's messages: its number and the turn.
+static int node_average_tag(const Node *node, int average) {
+    return (average & 0xFFFF) << 8 | (node->turn & 0xFF);
+}
+
+// The links of the average at work in a stage.
+static void node_connect_meeting(Node *node, const Meeting *meeting) {
+    Mesh *mesh = node->mesh;
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        for (int owner = 0; owner < mesh->n_replicas; owner++) {
+            int member = cell_role(mesh, r, meeting->stage), keeper = cell_role(mesh, owner, meeting->stage);
+            int tag = node_average_tag(node, node->average);
+            node_connect(node, meeting_up(meeting, r, owner), CHANNEL_SHARE, member, keeper, tag);
+            node_connect(node, meeting_down(meeting, r, owner), CHANNEL_MEAN, keeper, member, tag);
+        }
+    }
+}
+
+// Where messages of a channel go: a link, or NULL: to no cell of this process.
+static Link *node_link(const Node *node, Channel channel) {
+    Mesh *mesh = node->mesh;
+    int n = mesh_cells(mesh), S = mesh->n_stages;
+    if (channel.from >= n || channel.to >= n || !mesh->cells[channel.to].hosted) return NULL;
+    const Cell *to = &mesh->cells[channel.to], *from = &mesh->cells[channel.from];
+    int before = to->replica * (S - 1) + to->index - 1;
+    int comes_from_before = to->index > 0 && channel.from == channel.to - 1;
+    switch (channel.kind) {
+    case CHANNEL_FORWARD: return comes_from_before ? &mesh->forward[before] : NULL;
+    case CHANNEL_CHECK: return comes_from_before ? &mesh->check[before] : NULL;
+    case CHANNEL_BACKWARD:
+        return to->index + 1 < S && channel.from == channel.to + 1 ? &mesh->backward[before + 1] : NULL;
+    case CHANNEL_SHARE:
+    case CHANNEL_MEAN: {
+        const Meeting *meeting = mesh->meetings != NULL ? &mesh->meetings[to->index] : NULL;
+        if (meeting == NULL || from->index != to->index) return NULL;
+        return channel.kind == CHANNEL_SHARE ? meeting_up(meeting, from->replica, to->replica)
+                                             : meeting_down(meeting, to->replica, from->replica);
+    }
+    default: return NULL;
+    }
+}
+
+// -1: a message of an average that is over, 0: of the one at work, 1: of one that has not begun here.
+static int node_average_age(const Node *node, int tag) {
+    int average = tag >> 8, turn = tag & 0xFF, ahead;
+    if (node->average < 0) return 1;
+    ahead = (average - node->average) & 0xFFFF;
+    if (ahead == 0) ahead = ((turn - node->turn) & 0xFF) << 8;
+    return ahead == 0 ? 0 : ahead < 0x8000 ? 1 : -1;
+}
+
+// Takes over the event's data.
+static int parcels_put(Parcels *parcels, const NetEvent *event) {
+    Parcel *parcel = (Parcel *)malloc(sizeof(Parcel));
+    if (parcel == NULL) {
+        free(event->data);
+        return error_set("out of memory for a message");
+    }
+    parcel->event = *event;
+    parcels_add(parcels, parcel);
+    return 0;
+}
+
+// A message of this epoch goes into its link, or into the inbox. Takes over the event's data.
+static int node_deliver(Node *node, const NetEvent *event) {
+    Channel channel = channel_parts(event->channel);
+    int of_average = channel.kind == CHANNEL_SHARE || channel.kind == CHANNEL_MEAN;
+    int age = of_average ? node_average_age(node, channel.tag) : 0;
+    Link *link = event->kind == NET_MESSAGE && node->mesh != NULL ? node_link(node, channel) : NULL;
+    if (age > 0) return parcels_put(&node->early, event);
+    if (age == 0 && link == NULL) return parcels_put(&node->inbox, event);
+    int64_t most = node->mesh->message_bytes;
+    int result = age < 0                  ? 0
+                 : event->n_bytes <= most ? link_send(link, event->data, event->n_bytes, 0.0)
+                                          : error_set("node %u sends %lld bytes, at most %lld are expected", event->from,
+                                                      (long long)event->n_bytes, (long long)most);
+    free(event->data);
+    return result;
+}
+
+// The same for any epoch.
+static int node_keep(Node *node, const NetEvent *event) {
+    if (event->generation == node->epoch) return node_deliver(node, event);
+    if (event->generation > node->epoch) return parcels_put(&node->early, event);
+    free(event->data);
+    return 0;
+}
+
+// Once more for what has come early, as an epoch or an average has begun.
+static int node_sort(Node *node) {
+    Parcels early = node->early;
+    Parcel *parcel;
+    int result = 0;
+    node->early.first = node->early.last = NULL;
+    while ((parcel = parcels_take(&early, CHANNEL_KINDS, -1)) != NULL) {
+        if (node_keep(node, &parcel->event)) result = -1;
+        free(parcel);
+    }
+    return result;
+}
+
+// Takes down who has which role, and how to reach them: [{"role", "node", "endpoint", "key"}].
+static int node_meet(Node *node, const json_t *nodes) {
+    size_t i;
+    const json_t *entry;
+    for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
+    json_array_foreach((json_t *)nodes, i, entry) {
+        int64_t role = json_size(json_object_get(entry, "role")), id = json_size(json_object_get(entry, "node"));
+        const char *key = json_string_value(json_object_get(entry, "key"));
+        if (role < 0 || role >= CHANNEL_ROLES || id < 1 || id >= CHANNEL_ROLES || key == NULL)
+            return error_set("the coordinator names a node %lld in role %lld", (long long)id, (long long)role);
+        node->node_of[role] = (uint32_t)id;
+        if (role != node->role &&
+            net_peer(node->net, (uint32_t)id, json_string_value(json_object_get(entry, "endpoint")), key))
+            return -1;
+    }
+    return 0;
+}
+
+// flags (n) = 1 for the numbers of a list.
+static int read_members(const json_t *list, int *flags, int n) {
+    size_t i;
+    const json_t *entry;
+    memset(flags, 0, sizeof(int) * (size_t)n);
+    json_array_foreach((json_t *)list, i, entry) {
+        int64_t number = json_size(entry);
+        if (number < 0 || number >= n) return error_set("the coordinator names a replica %lld", (long long)number);
+        flags[number] = 1;
+    }
+    return 0;
+}
+
+static void order_keep(json_t **kept, json_t *order) {
+    json_decref(*kept);
+    *kept = json_incref(order);
+}
+
+// Some replicas, or the anchor, are lost. Averages are begun anew by who waits for them (node_agree).
+static int node_lose(Node *node, const json_t *order) {
+    if (node->mesh == NULL || node->epoch == 0) return 0;
+    node->turn = (int)json_integer_value(json_object_get(order, "turn"));
+    node->anchor_up = json_is_true(json_object_get(order, "anchor"));
+    return read_members(json_object_get(order, "living"), node->mesh->living, node->mesh->n_replicas) ||
+                   node_meet(node, json_object_get(order, "nodes"))
+               ? -1
+               : 0;
+}
+
+static int node_obey(Node *node, json_t *order) {
+    const char *type = json_string_value(json_object_get(order, "type"));
+    if (type == NULL) return error_set("an order without a type");
+    if (strcmp(type, "go") == 0) {
+        node->open = json_integer_value(json_object_get(order, "gate"));
+        order_keep(&node->go, order);
+    } else if (strcmp(type, "living") == 0) {
+        return node_lose(node, order);
+    } else if (strcmp(type, "place") == 0 || strcmp(type, "out") == 0) {
+        node->interrupted = 1;
+        if (strcmp(type, "place") == 0) order_keep(&node->place, order);
+    } else if (strcmp(type, "skip") == 0) {
+        node->skipped = json_integer_value(json_object_get(order, "snapshot"));
+    } else if (strcmp(type, "setup") == 0) {
+        order_keep(&node->setup, order);
+    } else if (strcmp(type, "save") == 0) {
+        order_keep(&node->save, order);
+    } else if (strcmp(type, "end") == 0) {
+        const char *reason = json_string_value(json_object_get(order, "reason"));
+        node->ended = node->interrupted = 1;
+        return reason != NULL ? error_set("the coordinator has ended the run: %.900s", reason) : 0;
+    }
+    return 0;
+}
+
+// A control message: an order of the coordinator's, or another node's wish for a file.
+static int node_listen(Node *node, const NetEvent *event) {
+    json_t *order = json_loadb((const char *)event->data, (size_t)event->n_bytes, 0, NULL);
+    const char *type = json_string_value(json_object_get(order, "type"));
+    int result = 0;
+    if (event->from == NODE_COORDINATOR)
+        result = json_is_object(order) ? node_obey(node, order) : error_set("an order that is no JSON object");
+    else if (type != NULL && strcmp(type, "want") == 0)
+        json_array_append_new(node->wants, json_pack("[I, I]", (json_int_t)event->from,
+                                                     json_integer_value(json_object_get(order, "channel"))));
+    json_decref(order);
+    return result;
+}
+
+// Takes an event; its data are freed or kept.
+static int node_take(Node *node, NetEvent *event) {
+    int result = 0;
+    switch (event->kind) {
+    case NET_MESSAGE:
+        if (!event->control) return node_keep(node, event);
+        result = node_listen(node, event);
+        free(event->data);
+        return result;
+    case NET_FILE: return parcels_put(&node->inbox, event);
+    case NET_FILE_FAILED: return error_set("a file on its way: %.900s", event->text);
+    case NET_REFUSED: return error_set("the coordinator does not take this node: %.900s", event->text);
+    case NET_UNKNOWN: // the coordinator has forgotten this node: it starts from the beginning
+        node->interrupted = 1, node->role = -1, node->epoch = 0;
+        net_hello(node->net);
+        return 0;
+    default: free(event->data); return 0;
+    }
+}
+
+// Takes what has come; wait: at most a moment is waited for something. How many events, or -1.
+static int node_pump(Node *node, int wait) {
+    NetEvent event;
+    int n = 0, got;
+    net_progress(node->net, node->works);
+    if (wait && net_wait(node->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
+    while ((got = net_next(node->net, &event)) > 0) {
+        n++;
+        if (node_take(node, &event)) return -1;
+    }
+    if (got < 0 || (node->idle != NULL && node->idle(node->context))) return -1;
+    return n;
+}
+
+// The same in the middle of something, which is given up should the node be interrupted.
+static int node_poll(Node *node, int wait) {
+    int n = node_pump(node, wait);
+    return n >= 0 && node->interrupted ? error_set("the step is given up") : n;
+}
+
+// Waits until not too much is on its way to a role.
+static int node_throttle(Node *node, int role) {
+    enum { MOST = 64 << 20 };
+    while (node->node_of[role] != NODE_NOBODY && net_queued(node->net, node->node_of[role]) > MOST)
+        if (node_poll(node, 1) < 0) return -1;
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2131,15 +2513,16 @@ static int cell_exchange(Mesh *mesh, Cell *cell, const Pass *pass) {
 // Where no cell has its input: waits for the coder. 0, or -1 with a message: it has nothing to do either.
 static int mesh_wait(Mesh *mesh, int from, int to, int left) {
     for (int i = from; i < to; i++)
-        if (mesh->cells[i].outgoing.active) return cell_flush(mesh, &mesh->cells[i]);
+        if (mesh->cells[i].hosted && mesh->cells[i].outgoing.active) return cell_flush(mesh, &mesh->cells[i]);
     for (int i = from; i < to; i++) {
         Cell *cell = &mesh->cells[i];
-        if (cell->next_work == cell->n_work) continue;
+        if (!cell->hosted || cell->next_work == cell->n_work) continue;
         Incoming *in = &cell->incoming[cell->schedule[cell->next_work].kind == WORK_BACKWARD];
         if (!in->active) continue;
         coder_wait(&mesh->coder, &in->job);
         return 0;
     }
+    if (mesh->node != NULL) return node_poll(mesh->node, 1) < 0 ? -1 : 0;
     return error_set("the pipeline is stuck with %d pieces of work left", left);
 }
 
@@ -2149,13 +2532,16 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     int from = first * mesh->n_stages, to = last * mesh->n_stages, left = 0;
     for (int i = from; i < to; i++) {
         Cell *cell = &mesh->cells[i];
+        if (!cell->hosted) continue;
         if (cell_begin(mesh, cell, pass->step)) return -1;
         cell->next_work = 0;
         left += cell->n_work;
     }
     while (left > 0) {
-        int moved = 0;
+        int moved = mesh->node != NULL ? node_poll(mesh->node, 0) : 0;
+        if (moved < 0) return -1;
         for (int i = from; i < to; i++) {
+            if (!mesh->cells[i].hosted) continue;
             int exchanged = cell_exchange(mesh, &mesh->cells[i], pass), runs = cell_runnable(mesh, &mesh->cells[i]);
             if (exchanged < 0 || (runs && cell_run(mesh, &mesh->cells[i], pass))) return -1;
             left -= runs, moved += exchanged + runs;
@@ -2163,7 +2549,7 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
         if (moved == 0 && mesh_wait(mesh, from, to, left)) return -1;
     }
     for (int i = from; i < to; i++)
-        if (cell_end(mesh, &mesh->cells[i])) return -1;
+        if (mesh->cells[i].hosted && cell_end(mesh, &mesh->cells[i])) return -1;
     return 0;
 }
 
