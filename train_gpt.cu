@@ -919,17 +919,27 @@ static int model_write_weights(const Stage *model, Arena arena, const char *path
     return 0;
 }
 
+// Metadata of a native file: config and side files; NULL with an error message.
+static json_t *native_metadata(const Config *config, const json_t *side_files, Dtype dtype, const char *path) {
+    json_t *metadata = json_copy((json_t *)side_files);
+    json_t *json = config_to_json(config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
+    char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
+    json_decref(json);
+    if (metadata != NULL && text != NULL && json_object_set_new(metadata, "format", json_string("pt")) == 0 &&
+        json_object_set_new(metadata, "config", json_string(text)) == 0) {
+        free(text);
+        return metadata;
+    }
+    free(text);
+    json_decref(metadata);
+    error_set("%s: out of memory", path);
+    return NULL;
+}
+
 // Writes the native file: weights, config and side files in one.
 static int model_save_native(const Stage *model, Arena arena, const json_t *side_files, const char *path, Dtype dtype) {
-    json_t *metadata = json_copy((json_t *)side_files);
-    json_t *config = config_to_json(&model->config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
-    char *text = config != NULL ? json_dumps(config, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
-    json_decref(config);
-    if (metadata == NULL || text == NULL) return error_set("%s: out of memory", path);
-    json_object_set_new(metadata, "format", json_string("pt"));
-    json_object_set_new(metadata, "config", json_string(text));
-    free(text);
-    return model_write_weights(model, arena, path, metadata, dtype);
+    json_t *metadata = native_metadata(&model->config, side_files, dtype, path);
+    return metadata != NULL ? model_write_weights(model, arena, path, metadata, dtype) : -1;
 }
 
 // Writes a folder that transformers loads: config.json, model.safetensors and the side files.
@@ -3906,39 +3916,6 @@ static json_t *real_or_null(double value) {
     return isfinite(value) ? json_real(value) : json_null();
 }
 
-// What a replica's state file holds beside the model file: local parameters where the model file has the merged ones,
-// moments, PipeMare's delta, and the state of outer steps. Returns how many arenas.
-static int replica_arenas(const Stage *model, int replica, Arena *arenas, const char **prefixes) {
-    static const struct {
-        Arena arena;
-        const char *prefix;
-        int of_meeting;
-    } all[] = {{ARENA_PARAMS, "p.", 0},      {ARENA_M, "m.", 0},
-               {ARENA_V, "v.", 0},           {ARENA_DELTA, "delta.", 0},
-               {ARENA_GLOBAL, "global.", 1}, {ARENA_OUTER, "outer.", 1},
-               {ARENA_ERROR, "error.", 1},   {ARENA_PENDING, "pending.", 1}};
-    int n = 0;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (all[i].of_meeting && !model->meets) continue;
-        if (all[i].arena == ARENA_DELTA && model->delta == NULL) continue;
-        if (all[i].arena == ARENA_PARAMS && !model->meets && replica == 0) continue; // model.bin has them
-        arenas[n] = all[i].arena, prefixes[n++] = all[i].prefix;
-    }
-    return n;
-}
-
-static void replica_file(char *name, size_t size, int replica) {
-    if (replica == 0)
-        snprintf(name, size, "optimizer.bin");
-    else
-        snprintf(name, size, "optimizer_%d.bin", replica);
-}
-
-// Floats of a cell's PowerSGD warm starts.
-static int64_t cell_powersgd_floats(const Trainer *trainer, const Cell *cell) {
-    return cell->powersgd_q == NULL ? 0 : powersgd_offset(&cell->stage, cell->stage.n_tensors, trainer->outer.rank);
-}
-
 // Declares (begun = 0) or writes what the codec's ends (n_boundaries, 2) remember.
 static int put_codec(SafeTensorsWriter *writer, int begun, const CodecEnd *ends, int n_boundaries) {
     char name[64];
@@ -3978,109 +3955,12 @@ static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, 
     return 0;
 }
 
-// Declares (begun = 0) or writes the older versions of a stage's weights, by how many updates they are behind.
-static int stage_put_versions(SafeTensorsWriter *writer, int begun, const Stage *stage, int64_t done) {
-    char prefix[32];
-    for (int age = 1; age <= versions_held(stage->delay, done); age++) {
-        snprintf(prefix, sizeof prefix, "older.%d.", age);
-        if (stage_put(writer, begun, stage, stage_version(stage, done, done - age), prefix, DTYPE_F32)) return -1;
-    }
-    return 0;
-}
-
-// Writes a replica's state: its arenas, for each stage the older versions of its weights, the rotation's bases and the
-// warm starts as one row each, and what the codec remembers.
-static int replica_save(const Trainer *trainer, const char *folder, int replica) {
-    char path[PATH_MAX], name[64];
-    Arena arenas[8];
-    const char *prefixes[8];
-    const Mesh *mesh = &trainer->mesh;
-    const Stage *model = mesh_model(mesh, replica);
-    SafeTensorsWriter writer;
-    int n = replica_arenas(model, replica, arenas, prefixes);
-    replica_file(name, sizeof name, replica);
-    if (path_join(path, folder, name) || safetensors_writer_init(&writer, NULL)) return -1;
-    for (int begun = 0; begun < 2; begun++) {
-        for (int a = 0; a < n; a++)
-            if (model_put_arena(&writer, begun, model, arenas[a], prefixes[a], DTYPE_F32)) return -1;
-        for (int s = 0; s < mesh->n_stages; s++) {
-            const Cell *cell = mesh_cell(mesh, replica, s);
-            int64_t floats = rotation_floats(&cell->stage, cell->stage.n_tensors);
-            snprintf(name, sizeof name, "bases.%d", s);
-            if (floats > 0 && put_floats(&cell->stage, &writer, begun, name, cell->stage.rotation, floats)) return -1;
-            floats = cell_powersgd_floats(trainer, cell);
-            snprintf(name, sizeof name, "powersgd.%d", s);
-            if (stage_put_versions(&writer, begun, &cell->stage, trainer->progress.step)) return -1;
-            if (floats == 0) continue;
-            if (!begun && safetensors_declare(&writer, name, DTYPE_F32, &floats, 1)) return -1;
-            if (begun) stage_append(&cell->stage, &writer, cell->powersgd_q, floats, DTYPE_F32);
-        }
-        if (put_codec(&writer, begun, mesh_end(mesh, replica, 0, 0), mesh->n_stages - 1)) return -1;
-        if (!begun && safetensors_begin(&writer, path)) return -1;
-    }
-    return file_writer_close(&writer.file);
-}
-
 // The tensor of a state file, n elements of fp32; NULL with an error message.
 static const SafeTensor *state_tensor(const SafeTensors *file, const char *name, int64_t n) {
     const SafeTensor *tensor = safetensors_find(file, name);
     if (tensor != NULL && tensor->dtype == DTYPE_F32 && safetensor_count(tensor) == n) return tensor;
     error_set("%s: tensor %s is missing or of another shape", file->path, name);
     return NULL;
-}
-
-// An arena of a stage from a state file whose tensors are prefix + name.
-static int stage_load(Stage *stage, float *arena, const SafeTensors *file, const char *prefix) {
-    char name[128];
-    for (int i = 0; i < stage->n_tensors; i++) {
-        const Tensor *t = &stage->tensors[i];
-        snprintf(name, sizeof name, "%s%s", prefix, t->name);
-        const SafeTensor *tensor = state_tensor(file, name, t->n);
-        if (tensor == NULL || stage_read(stage, arena + t->offset, t->n, tensor, 0)) return -1;
-    }
-    return 0;
-}
-
-static int stage_load_versions(Stage *stage, const SafeTensors *file, int64_t done) {
-    char prefix[32];
-    for (int age = 1; age <= versions_held(stage->delay, done); age++) {
-        snprintf(prefix, sizeof prefix, "older.%d.", age);
-        if (stage_load(stage, stage_version(stage, done, done - age), file, prefix)) return -1;
-    }
-    return 0;
-}
-
-static int replica_load(Trainer *trainer, const char *folder, int replica) {
-    char path[PATH_MAX], name[128];
-    Arena arenas[8];
-    const char *prefixes[8];
-    Mesh *mesh = &trainer->mesh;
-    SafeTensors file;
-    int n = replica_arenas(mesh_model(mesh, replica), replica, arenas, prefixes), result = 0;
-    replica_file(name, sizeof name, replica);
-    if (path_join(path, folder, name) || safetensors_open(&file, path)) return -1;
-    for (int s = 0; s < mesh->n_stages && result == 0; s++) {
-        Cell *cell = mesh_cell(mesh, replica, s);
-        Stage *stage = &cell->stage;
-        for (int a = 0; a < n && result == 0; a++)
-            result = stage_load(stage, stage_arena(stage, arenas[a]), &file, prefixes[a]);
-        if (result == 0) result = stage_load_versions(stage, &file, trainer->progress.step);
-        int64_t floats = rotation_floats(stage, stage->n_tensors);
-        snprintf(name, sizeof name, "bases.%d", s);
-        if (result == 0 && floats > 0) {
-            const SafeTensor *tensor = state_tensor(&file, name, floats);
-            result = tensor == NULL ? -1 : stage_read(stage, stage->rotation, floats, tensor, 0);
-        }
-        stage->has_basis = cell->updates > 0;
-        floats = cell_powersgd_floats(trainer, cell);
-        snprintf(name, sizeof name, "powersgd.%d", s);
-        if (result != 0 || floats == 0) continue;
-        const SafeTensor *tensor = state_tensor(&file, name, floats);
-        result = tensor == NULL ? -1 : stage_read(stage, cell->powersgd_q, floats, tensor, 0);
-    }
-    if (result == 0) result = load_codec(&file, mesh_end(mesh, replica, 0, 0), mesh->n_stages - 1);
-    safetensors_close(&file);
-    return result;
 }
 
 // Declares (begun = 0) or writes bytes as the tensor `name`; none where there are none.
@@ -4287,12 +4167,7 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
     return result;
 }
 
-// The weights a run gives: merged ones where replicas meet.
-static Arena result_arena(const Trainer *trainer) {
-    return mesh_model(&trainer->mesh, 0)->meets ? ARENA_GLOBAL : ARENA_PARAMS;
-}
-
-// The simulated time of an asynchronous pipeline's stage, for run.json: micro-batches simulated, and those of which
+// The simulated time of an asynchronous pipeline's stage, for its shard: micro-batches simulated, and those of which
 // something is left: seconds, bytes, arrivals.
 static json_t *flow_to_json(const Flow *flow) {
     if (flow->flights == NULL) return json_null();
@@ -4307,15 +4182,15 @@ static json_t *flow_to_json(const Flow *flow) {
                      (json_int_t)flow->backwards, "flights", flights);
 }
 
-// -1: not what a checkpoint of step `done` holds.
-static int flow_from_json(Flow *flow, const json_t *saved, int64_t done) {
+// -1: not what the shard at `path`, of step `done`, should hold.
+static int flow_from_json(Flow *flow, const json_t *saved, int64_t done, const char *path) {
     const json_t *flights = json_object_get(saved, "flights");
     flow->recorded = done;
     flow->forwards = json_size(json_object_get(saved, "forwards"));
     flow->backwards = json_size(json_object_get(saved, "backwards"));
     if (flow->backwards < 0 || flow->forwards < flow->backwards || flow->forwards > done ||
         done - flow->backwards >= flow->n || json_array_size(flights) != (size_t)(done - flow->backwards))
-        return error_set("--resume: run.json does not say where the asynchronous pipeline stands");
+        return error_set("%s: does not say where the asynchronous pipeline stands", path);
     for (size_t i = 0; i < json_array_size(flights); i++) {
         const json_t *from = json_array_get(flights, i);
         Flight *f = flow_at(flow, flow->backwards + (int64_t)i);
@@ -4326,50 +4201,373 @@ static int flow_from_json(Flow *flow, const json_t *saved, int64_t done) {
     return 0;
 }
 
-// How far a cell is: its updates, what it has sent and its simulated time, for run.json.
-static json_t *cell_to_json(const Cell *cell, int n_fragments) {
-    const int64_t *total = cell->total.bytes;
-    json_t *merge_at = json_array();
-    for (int f = 0; f < n_fragments && cell->merge_at != NULL; f++)
-        json_array_append_new(merge_at, json_real(cell->merge_at[f]));
-    return json_pack("{s:I, s:[I,I,I,I], s:f, s:f, s:o, s:o}", "updates", (json_int_t)cell->updates, "sent",
-                     (json_int_t)total[0], (json_int_t)total[1], (json_int_t)total[2], (json_int_t)total[3], "now",
-                     cell->clock.now, "uplink_free", cell->clock.uplink_free, "merge_at", merge_at, "flow",
-                     flow_to_json(&cell->flow));
+// What a shard holds and needs beside its cell.
+typedef struct {
+    int64_t step;                   // steps done
+    int powersgd_rank, n_fragments; // of outer steps
+    const CodecEnd *ends[2];        // the cell's, of the boundary before it and of the one behind it; NULL: none
+} CellState;
+
+static CellState cell_state(const Trainer *trainer, const Cell *cell) {
+    const Mesh *mesh = &trainer->mesh;
+    int r = cell->replica, s = cell->index, last = mesh->n_stages - 1;
+    CellState state = {trainer->progress.step,
+                       trainer->outer.rank,
+                       trainer->outer.n_fragments,
+                       {s > 0 ? mesh_end(mesh, r, s - 1, 1) : NULL, s < last ? mesh_end(mesh, r, s, 0) : NULL}};
+    return state;
 }
 
-static int cell_from_json(Cell *cell, const json_t *saved, int64_t done) {
-    const json_t *sent = json_object_get(saved, "sent");
+enum { SHARD_VERSION = 1 };
+
+// What a cell's shard says of itself: whose it is, the cell's updates, what it has sent and its simulated time.
+static json_t *cell_to_json(const Cell *cell, const CellState *about) {
+    const int64_t *total = cell->total.bytes;
+    json_t *merge_at = json_array();
+    for (int f = 0; f < about->n_fragments && cell->merge_at != NULL; f++)
+        json_array_append_new(merge_at, json_real(cell->merge_at[f]));
+    return json_pack("{s:i, s:I, s:i, s:i, s:i, s:I, s:[I,I,I,I], s:f, s:f, s:o, s:o}", "shard", SHARD_VERSION, "step",
+                     (json_int_t)about->step, "replica", cell->replica, "stage", cell->index, "stages",
+                     cell->stage.n_stages, "updates", (json_int_t)cell->updates, "sent", (json_int_t)total[0],
+                     (json_int_t)total[1], (json_int_t)total[2], (json_int_t)total[3], "now", cell->clock.now,
+                     "uplink_free", cell->clock.uplink_free, "merge_at", merge_at, "flow", flow_to_json(&cell->flow));
+}
+
+static int cell_from_json(Cell *cell, const CellState *about, const json_t *saved, const char *path) {
+    const json_t *sent = json_object_get(saved, "sent"), *merge_at = json_object_get(saved, "merge_at");
     cell->updates = json_size(json_object_get(saved, "updates"));
-    if (cell->updates < 0 || cell->updates > done)
-        return error_set("--resume: run.json does not say how many updates a cell has made");
+    if (cell->updates < 0 || cell->updates > about->step)
+        return error_set("%s: does not say how many updates the cell has made", path);
+    if (json_array_size(merge_at) != (cell->merge_at != NULL ? (size_t)about->n_fragments : 0))
+        return error_set("%s: does not say when the cell's averages are there", path);
     for (int k = 0; k < TRAFFIC_KINDS; k++) cell->total.bytes[k] = json_integer_value(json_array_get(sent, (size_t)k));
     cell->clock.now = json_number_value(json_object_get(saved, "now"));
     cell->clock.uplink_free = json_number_value(json_object_get(saved, "uplink_free"));
-    for (size_t f = 0; f < json_array_size(json_object_get(saved, "merge_at")) && cell->merge_at != NULL; f++)
-        cell->merge_at[f] = json_number_value(json_array_get(json_object_get(saved, "merge_at"), f));
-    return cell->flow.flights == NULL ? 0 : flow_from_json(&cell->flow, json_object_get(saved, "flow"), done);
+    for (size_t f = 0; f < json_array_size(merge_at); f++)
+        cell->merge_at[f] = json_number_value(json_array_get(merge_at, f));
+    if (cell->flow.flights == NULL) return 0;
+    return flow_from_json(&cell->flow, json_object_get(saved, "flow"), about->step, path);
+}
+
+// A tensor of a shard, and where the cell keeps it.
+typedef struct {
+    char name[128];
+    int n_dims;
+    int64_t shape[2], n;
+    float *values; // F32 in tensor memory; NULL: U8
+    void *bytes;   // U8, the host's
+} Piece;
+
+typedef struct {
+    Piece *list;
+    int n;
+} Pieces;
+
+// A row of n values, or bytes where values are NULL; none for n = 0.
+static void pieces_add(Pieces *pieces, const char *prefix, const char *name, float *values, void *bytes, int64_t n) {
+    Piece *piece = &pieces->list[pieces->n];
+    if (n == 0) return;
+    snprintf(piece->name, sizeof piece->name, "%s%s", prefix, name);
+    piece->n_dims = 1, piece->shape[0] = piece->n = n;
+    piece->values = values, piece->bytes = bytes;
+    pieces->n++;
+}
+
+// The tensors of an arena as prefix + their name; none of an arena that the stage has not.
+static void pieces_add_arena(Pieces *pieces, const Stage *stage, float *arena, const char *prefix) {
+    for (int i = 0; i < stage->n_tensors && arena != NULL; i++) {
+        const Tensor *tensor = &stage->tensors[i];
+        Piece *piece = &pieces->list[pieces->n];
+        pieces_add(pieces, prefix, tensor->name, arena + tensor->offset, NULL, tensor->n);
+        piece->n_dims = tensor->n_dims;
+        piece->shape[0] = tensor->shape[0], piece->shape[1] = tensor->shape[1];
+    }
+}
+
+// All that a cell's shard holds, in the order of the file: parameters if wanted, moments, PipeMare's delta, the state
+// of outer steps, the older versions of the weights, the rotation's bases and PowerSGD's warm starts as one row each,
+// and what the codec remembers of the cell's ends. The caller frees the list.
+static int cell_pieces(Pieces *pieces, const Cell *cell, const CellState *about, int with_params) {
+    static const char *const end_names[2] = {"codec.before.", "codec.behind."};
+    const Stage *stage = &cell->stage;
+    int n_older = versions_held(stage->delay, about->step);
+    size_t room = (size_t)stage->n_tensors * (size_t)(8 + n_older) + 2 + 2 * CODEC_STATES;
+    char prefix[32];
+    CodecState states[CODEC_STATES];
+    pieces->n = 0, pieces->list = (Piece *)calloc(room, sizeof(Piece));
+    if (pieces->list == NULL) return error_set("out of memory for the list of a shard's tensors");
+    pieces_add_arena(pieces, stage, with_params ? stage->params : NULL, "p.");
+    pieces_add_arena(pieces, stage, stage->m, "m.");
+    pieces_add_arena(pieces, stage, stage->v, "v.");
+    pieces_add_arena(pieces, stage, stage->delta, "delta.");
+    pieces_add_arena(pieces, stage, stage->global, "global.");
+    pieces_add_arena(pieces, stage, stage->outer, "outer.");
+    pieces_add_arena(pieces, stage, stage->error, "error.");
+    pieces_add_arena(pieces, stage, stage->pending, "pending.");
+    for (int age = 1; age <= n_older; age++) {
+        snprintf(prefix, sizeof prefix, "older.%d.", age);
+        pieces_add_arena(pieces, stage, stage_version(stage, about->step, about->step - age), prefix);
+    }
+    pieces_add(pieces, "", "bases", stage->rotation, NULL, rotation_floats(stage, stage->n_tensors));
+    if (cell->powersgd_q != NULL)
+        pieces_add(pieces, "", "powersgd", cell->powersgd_q, NULL,
+                   powersgd_offset(stage, stage->n_tensors, about->powersgd_rank));
+    for (int e = 0; e < 2; e++) {
+        int n = about->ends[e] != NULL ? codec_end_states(about->ends[e], states) : 0;
+        for (int k = 0; k < n; k++)
+            pieces_add(pieces, end_names[e], states[k].name, NULL, states[k].data, states[k].n_bytes);
+    }
+    return 0;
+}
+
+// Writes a cell's shard: all that another machine needs to go on with it, in a safetensors container whose metadata say
+// whose it is. The same state gives the same bytes. with_params: the parameters too, else the model file has them.
+static int cell_save(const Cell *cell, const CellState *about, const char *path, int with_params) {
+    Pieces pieces;
+    SafeTensorsWriter writer;
+    json_t *json = cell_to_json(cell, about);
+    char *text = json != NULL ? json_dumps(json, JSON_COMPACT) : NULL;
+    json_t *metadata = text != NULL ? json_pack("{s:s}", "cell", text) : NULL;
+    free(text);
+    json_decref(json);
+    if (metadata == NULL) return error_set("%s: out of memory for the cell's description", path);
+    if (safetensors_writer_init(&writer, metadata)) return -1;
+    if (cell_pieces(&pieces, cell, about, with_params)) {
+        json_decref(writer.header);
+        return -1;
+    }
+    int result = 0;
+    for (int i = 0; i < pieces.n && result == 0; i++) {
+        const Piece *piece = &pieces.list[i];
+        Dtype dtype = piece->values != NULL ? DTYPE_F32 : DTYPE_U8;
+        result = safetensors_declare(&writer, piece->name, dtype, piece->shape, piece->n_dims);
+    }
+    if (result == 0) result = safetensors_begin(&writer, path);
+    for (int i = 0; i < pieces.n && result == 0; i++) {
+        const Piece *piece = &pieces.list[i];
+        if (piece->values != NULL)
+            stage_append(&cell->stage, &writer, piece->values, piece->n, DTYPE_F32);
+        else
+            file_write(&writer.file, piece->bytes, (size_t)piece->n);
+    }
+    free(pieces.list);
+    return result == 0 ? file_writer_close(&writer.file) : -1;
+}
+
+// What a shard says of itself: that it is of this stage of so many after `step` steps (-1: any number of them), of
+// whatever replica. NULL with an error message; the caller drops the reference.
+static json_t *shard_about(const SafeTensors *file, int stage, int n_stages, int64_t step) {
+    const char *text = json_string_value(json_object_get(file->metadata, "cell"));
+    json_t *saved = text != NULL ? json_loads(text, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    int64_t version = json_size(json_object_get(saved, "shard")), of_step = json_size(json_object_get(saved, "step"));
+    int64_t at = json_size(json_object_get(saved, "stage")), n = json_size(json_object_get(saved, "stages"));
+    if (version < 0)
+        error_set("%s: does not say which cell of a run it is of", file->path);
+    else if (version != SHARD_VERSION)
+        error_set("%s: is of version %lld, this program reads version %d", file->path, (long long)version,
+                  SHARD_VERSION);
+    else if (at != stage || n != n_stages)
+        error_set("%s: is of stage %lld of %lld, stage %d of %d is needed", file->path, (long long)at, (long long)n,
+                  stage, n_stages);
+    else if (of_step < 0 || (step >= 0 && of_step != step))
+        error_set("%s: is of step %lld, step %lld is needed", file->path, (long long)of_step, (long long)step);
+    else
+        return saved;
+    json_decref(saved);
+    return NULL;
+}
+
+// The tensor of a shard, of this dtype and shape; NULL with an error message.
+static const SafeTensor *shard_tensor(const SafeTensors *file, const char *name, Dtype dtype, const int64_t *shape,
+                                      int n_dims) {
+    char found[192], wanted[64];
+    const SafeTensor *tensor = safetensors_find(file, name);
+    if (tensor == NULL) {
+        error_set("%s: tensor %s is missing", file->path, name);
+        return NULL;
+    }
+    shape_text(found, sizeof found, tensor->shape, tensor->n_dims);
+    shape_text(wanted, sizeof wanted, shape, n_dims);
+    if (tensor->dtype == dtype && strcmp(found, wanted) == 0) return tensor;
+    error_set("%s: %s is %s %s, not %s %s", file->path, name, dtype_name(tensor->dtype), found, dtype_name(dtype),
+              wanted);
+    return NULL;
+}
+
+static const SafeTensor *shard_piece(const SafeTensors *file, const Piece *piece) {
+    return shard_tensor(file, piece->name, piece->values != NULL ? DTYPE_F32 : DTYPE_U8, piece->shape, piece->n_dims);
+}
+
+// Checks all of the pieces before the first is read.
+static int shard_read(const SafeTensors *file, Stage *stage, const Pieces *pieces) {
+    for (int i = 0; i < pieces->n; i++)
+        if (shard_piece(file, &pieces->list[i]) == NULL) return -1;
+    if (file->n_tensors != pieces->n)
+        return error_set("%s: holds %d tensors, the cell has %d", file->path, file->n_tensors, pieces->n);
+    for (int i = 0; i < pieces->n; i++) {
+        const Piece *piece = &pieces->list[i];
+        const SafeTensor *tensor = shard_piece(file, piece);
+        if (piece->values == NULL)
+            memcpy(piece->bytes, tensor->data, (size_t)piece->n);
+        else if (stage_read(stage, piece->values, piece->n, tensor, 0))
+            return -1;
+    }
+    return 0;
+}
+
+// Reads a shard of the cell's stage after about->step steps, be it of this replica or of another. with_params: it must
+// hold the parameters, else those that the cell has stay if it holds none. Whatever bytes the file holds, the result is
+// 0, or -1 with one line that names it; the cell may then be between its old state and the new one.
+static int cell_load(Cell *cell, const CellState *about, const char *path, int with_params) {
+    char first[128];
+    Stage *stage = &cell->stage;
+    SafeTensors file;
+    Pieces pieces = {NULL, 0};
+    if (safetensors_open(&file, path)) return -1;
+    snprintf(first, sizeof first, "p.%s", stage->tensors[0].name);
+    if (safetensors_find(&file, first) != NULL) with_params = 1;
+    json_t *saved = shard_about(&file, cell->index, stage->n_stages, about->step);
+    int result = saved != NULL ? cell_pieces(&pieces, cell, about, with_params) : -1;
+    if (result == 0) result = shard_read(&file, stage, &pieces);
+    if (result == 0) result = cell_from_json(cell, about, saved, path);
+    if (result == 0) stage->has_basis = cell->updates > 0;
+    free(pieces.list);
+    json_decref(saved);
+    safetensors_close(&file);
+    return result;
+}
+
+// path (PATH_MAX) = folder/cell_R_S.bin
+static int shard_path(char *path, const char *folder, int replica, int stage) {
+    char name[64];
+    snprintf(name, sizeof name, "cell_%d_%d.bin", replica, stage);
+    return path_join(path, folder, name);
+}
+
+// Opens the shards of a replica's stages, all of one step. shards (n_stages) is zero before; the caller closes them.
+static int merge_open(SafeTensors *shards, const char *folder, int n_stages, int replica) {
+    char path[PATH_MAX];
+    int64_t step = -1;
+    for (int s = 0; s < n_stages; s++) {
+        if (shard_path(path, folder, replica, s) || safetensors_open(&shards[s], path)) return -1;
+        json_t *saved = shard_about(&shards[s], s, n_stages, step);
+        if (saved == NULL) return -1;
+        step = json_size(json_object_get(saved, "step"));
+        json_decref(saved);
+    }
+    return 0;
+}
+
+// A weight of the model in the shard that has it: the merged one where the first shard has such, else the replica's.
+static const SafeTensor *merge_find(const SafeTensors *shards, int n_stages, const Tensor *tensor) {
+    char name[128];
+    int merged = safetensors_find(&shards[0], "global.model.embed_tokens.weight") != NULL, s = 0;
+    snprintf(name, sizeof name, "%s%s", merged ? "global." : "p.", tensor->name);
+    while (s + 1 < n_stages && safetensors_find(&shards[s], name) == NULL) s++;
+    return shard_tensor(&shards[s], name, DTYPE_F32, tensor->shape, tensor->n_dims);
+}
+
+// Writes the table's weights as the shards have them. Takes over the reference to metadata.
+static int merge_write(const SafeTensors *shards, int n_stages, const Stage *table, json_t *metadata,
+                       const char *path) {
+    SafeTensorsWriter writer;
+    if (safetensors_writer_init(&writer, metadata)) return -1;
+    for (int i = 0; i < table->n_tensors; i++) {
+        const Tensor *tensor = &table->tensors[i];
+        if (merge_find(shards, n_stages, tensor) == NULL) {
+            json_decref(writer.header);
+            return -1;
+        }
+        if (safetensors_declare(&writer, tensor->name, DTYPE_F32, tensor->shape, tensor->n_dims)) return -1;
+    }
+    if (safetensors_begin(&writer, path)) return -1;
+    for (int i = 0; i < table->n_tensors; i++) {
+        const SafeTensor *from = merge_find(shards, n_stages, &table->tensors[i]);
+        file_write(&writer.file, from->data, (size_t)(from->end - from->begin));
+    }
+    return file_writer_close(&writer.file);
+}
+
+// Writes a model file from the shards of a replica's stages in `folder`, the bytes that model_save_native would write
+// in fp32, without memory for weights: merged ones where replicas meet, else the replica's, which the shards must hold
+// then. config: the stages', untied where there are several. Aside first, then renamed.
+static int model_merge(const char *folder, const Config *config, int n_stages, int replica, const json_t *side_files,
+                       const char *path) {
+    char aside[PATH_MAX];
+    Stage table;
+    SafeTensors *shards = (SafeTensors *)calloc((size_t)n_stages, sizeof *shards);
+    if (shards == NULL) return error_set("out of memory for %d shards", n_stages);
+    int result = stage_table(&table, config, 0, config->n_layers);
+    if (result == 0 && snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside)
+        result = error_set("%.200s: the path is too long", path);
+    if (result == 0) result = merge_open(shards, folder, n_stages, replica);
+    json_t *metadata = result == 0 ? native_metadata(config, side_files, DTYPE_F32, path) : NULL;
+    if (metadata == NULL) result = -1;
+    if (result == 0) {
+        result = merge_write(shards, n_stages, &table, metadata, aside) || file_replace(aside, path) ? -1 : 0;
+        if (result != 0) unlink(aside);
+    }
+    for (int s = 0; s < n_stages; s++) safetensors_close(&shards[s]);
+    free(shards);
+    free(table.tensors);
+    return result;
 }
 
 // What run.json of a checkpoint says.
 static json_t *progress_to_json(const Trainer *trainer) {
     const Progress *p = &trainer->progress;
-    json_t *clocks = json_array();
-    for (int i = 0; i < mesh_cells(&trainer->mesh); i++)
-        json_array_append_new(clocks, cell_to_json(&trainer->mesh.cells[i], trainer->outer.n_fragments));
     json_t *begun = json_array();
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
-    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:o, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION,
+    return json_pack("{s:s, s:I, s:I, s:I, s:I, s:f, s:o, s:o, s:i, s:i, s:o, s:o, s:o}", "meshtune", MESHTUNE_VERSION,
                      "step", (json_int_t)p->step, "adam_steps", (json_int_t)p->adam_steps, "samples",
                      (json_int_t)p->samples, "tokens", (json_int_t)p->tokens, "elapsed", p->elapsed, "best_val",
                      isfinite(p->best_val) ? json_real(p->best_val) : json_null(), "data_hash", data_hash(trainer),
-                     "cells", clocks, "averages_begun", begun, "anchor",
-                     trainer->anchored ? anchor_to_json(&trainer->anchor) : json_null(), "options",
+                     "replicas", trainer->mesh.n_replicas, "stages", trainer->mesh.n_stages, "averages_begun", begun,
+                     "anchor", trainer->anchored ? anchor_to_json(&trainer->anchor) : json_null(), "options",
                      cli_to_json(option_table, OPTION_COUNT, &trainer->opts));
 }
 
-// Saves step_N: model.bin (fp32, usable with -m), a state file for every replica and the anchor, run.json. A weight
+// Where a checkpoint's parameters of a cell are: in its shard, or in model.bin, which has those of the first replica
+// unless replicas meet: then it has the merged ones.
+static int cell_keeps_params(const Cell *cell) {
+    return cell->replica > 0 || cell->stage.meets;
+}
+
+// The shards of all cells.
+static int run_save_cells(const Trainer *trainer, const char *folder) {
+    char path[PATH_MAX];
+    const Mesh *mesh = &trainer->mesh;
+    for (const Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        CellState about = cell_state(trainer, cell);
+        if (shard_path(path, folder, cell->replica, cell->index)) return -1;
+        if (cell_save(cell, &about, path, cell_keeps_params(cell))) return -1;
+    }
+    return 0;
+}
+
+static int run_load_cells(Trainer *trainer, const char *folder) {
+    char path[PATH_MAX];
+    Mesh *mesh = &trainer->mesh;
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        CellState about = cell_state(trainer, cell);
+        if (shard_path(path, folder, cell->replica, cell->index)) return -1;
+        if (cell_load(cell, &about, path, cell_keeps_params(cell))) return -1;
+    }
+    return 0;
+}
+
+// The model file of a checkpoint whose shards are written: where replicas meet, they hold what it does.
+static int run_save_model(const Trainer *trainer, const char *folder) {
+    char path[PATH_MAX];
+    const Mesh *mesh = &trainer->mesh;
+    const Stage *model = mesh_model(mesh, 0);
+    if (path_join(path, folder, "model.bin")) return -1;
+    if (model->meets) return model_merge(folder, &model->config, mesh->n_stages, 0, trainer->side_files, path);
+    return model_save_native(model, ARENA_PARAMS, trainer->side_files, path, DTYPE_F32);
+}
+
+// Saves step_N: a shard of every cell, the anchor's state, model.bin (fp32, usable with -m), run.json. A weight
 // that is not a number is never saved. On failure what was whole before is still whole.
 static int run_save(Trainer *trainer) {
     char folder[PATH_MAX], path[PATH_MAX];
@@ -4386,10 +4584,8 @@ static int run_save(Trainer *trainer) {
     json_decref(json);
     if (text == NULL) return error_set("out of memory for run.json");
     int result = checkpoint_begin(folder, run->path, step);
-    if (result == 0) result = path_join(path, folder, "model.bin");
-    if (result == 0)
-        result = model_save_native(mesh_model(mesh, 0), result_arena(trainer), trainer->side_files, path, DTYPE_F32);
-    for (int r = 0; r < mesh->n_replicas && result == 0; r++) result = replica_save(trainer, folder, r);
+    if (result == 0) result = run_save_cells(trainer, folder);
+    if (result == 0) result = run_save_model(trainer, folder);
     if (result == 0 && trainer->anchored) result = anchor_save(trainer, folder);
     if (result == 0) result = path_join(path, folder, "run.json");
     if (result == 0) result = file_write_text(path, text);
@@ -4430,8 +4626,11 @@ static int resume_read(Trainer *trainer, json_t **state) {
     if (!trainer->opts.dry_run && run_lock(run)) return -1; // before reading, so that nobody writes meanwhile
     int64_t step = checkpoint_latest(run->path);
     if (step >= 0) {
-        if (checkpoint_path(folder, run->path, step, "") || path_join(path, folder, "run.json")) return -1;
-        if (path_join(trainer->model_path, folder, "model.bin")) return -1;
+        if (checkpoint_path(folder, run->path, step, "") || path_join(path, folder, "optimizer.bin")) return -1;
+        if (file_exists(path))
+            return error_set("%s is of an older version: finish the run with that, or start a new one with -m %s", path,
+                             run->path);
+        if (path_join(path, folder, "run.json") || path_join(trainer->model_path, folder, "model.bin")) return -1;
         *state = json_load_file(path, 0, &error);
         if (*state == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
         if (json_size(json_object_get(*state, "step")) == step) return 0;
@@ -4479,7 +4678,8 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     char folder[PATH_MAX];
     Progress *p = &trainer->progress;
     Mesh *mesh = &trainer->mesh;
-    const json_t *cells = json_object_get(state, "cells");
+    int64_t replicas = json_size(json_object_get(state, "replicas"));
+    int64_t stages = json_size(json_object_get(state, "stages"));
     const struct {
         const char *name;
         int64_t *field;
@@ -4499,17 +4699,14 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     if (!same_data)
         return error_set("--resume: the data differ from the run's; to train on other data start a new run with -m %s",
                          trainer->run.path);
-    if (json_array_size(cells) != (size_t)(mesh_cells(mesh)))
-        return error_set("--resume: the run had %zu cells, now there are %d", json_array_size(cells),
-                         mesh_cells(mesh));
-    for (size_t i = 0; i < json_array_size(cells); i++)
-        if (cell_from_json(&mesh->cells[i], json_array_get(cells, i), p->step)) return -1;
+    if (replicas != mesh->n_replicas || stages != mesh->n_stages)
+        return error_set("--resume: the run had %lld fast replicas of %lld stages, now there are %d of %d",
+                         (long long)replicas, (long long)stages, mesh->n_replicas, mesh->n_stages);
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         trainer->outer.begun[f] =
             json_integer_value(json_array_get(json_object_get(state, "averages_begun"), (size_t)f));
     if (checkpoint_path(folder, trainer->run.path, p->step, "")) return -1;
-    for (int r = 0; r < mesh->n_replicas; r++)
-        if (replica_load(trainer, folder, r)) return -1;
+    if (run_load_cells(trainer, folder)) return -1;
     if (trainer->anchored && anchor_load(trainer, folder, state)) return -1;
     trainer->run.saved_step = p->step;
     return 0;
