@@ -61,10 +61,9 @@ typedef enum {
 typedef enum { FRAME_CONTROL, FRAME_BULK, FRAME_FILES, FRAME_CLASSES } FrameClass;
 
 enum {
-    FRAME_IS_FILE = 1, // DATA: meant for a file of the receiver
-    FRAME_GAP = 2,     // ACK: a later frame came than the one that is missing; echo is its stamp
-    FRAME_RESTART = 4, // ACK: the receiver has not seen the beginning of this stream
-    FRAME_FLAGS = 7
+    FRAME_GAP = 1,     // ACK: a later frame came than the one that is missing; echo is its stamp
+    FRAME_RESTART = 2, // ACK: the receiver has not seen the beginning of this stream
+    FRAME_FLAGS = 3
 };
 
 typedef struct {
