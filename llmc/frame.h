@@ -115,9 +115,10 @@ static inline void frame_write_header(unsigned char *out, const Frame *frame) {
 }
 
 // Writes a frame of FRAME_HEADER + frame->piece_bytes bytes; its fields are the caller's, in range.
+// piece: NULL if there is none.
 static inline void frame_write(unsigned char *out, const Frame *frame, const void *piece) {
     frame_write_header(out, frame);
-    if (frame->piece_bytes > 0) memcpy(out + FRAME_HEADER, piece, (size_t)frame->piece_bytes);
+    if (piece != NULL) memcpy(out + FRAME_HEADER, piece, (size_t)frame->piece_bytes);
 }
 
 static inline int frame_is_node(uint32_t id) {

@@ -187,7 +187,7 @@ static inline void net_file_arrived(Net *net, Node *node) {
     memset(&event, 0, sizeof event);
     event.kind = NET_FILE, event.from = node->id;
     event.generation = in->head.generation, event.channel = in->head.channel, event.n_bytes = in->head.total;
-    snprintf(event.text, sizeof event.text, "%s", node->receiving->path);
+    snprintf(event.text, sizeof event.text, "%.255s", node->receiving->path);
     if (in->fd >= 0 && close(in->fd) != 0 && in->failed == 0) in->failed = errno;
     if (in->failed == 0)
         net_tell(net, &event);
@@ -659,6 +659,7 @@ static inline int net_ask(Net *net) {
 static inline int net_clocks(Net *net) {
     if (net->next_hello > 0.0 && net->now >= net->next_hello)
         net->next_hello = net->now + (net_ask(net) == 0 ? 1.0 : 0.05); // the latter: not connected yet
+    net_tell_hidden(net);
     if (net->now >= net->next_beat) {
         net->next_beat = net->now + net->limits.beat;
         if (net_beat_all(net)) return -1;
@@ -711,7 +712,7 @@ static inline int net_command_peer(Net *net, const Command *command) {
     snprintf(node->key, sizeof node->key, "%s", command->key);
     snprintf(node->endpoint, sizeof node->endpoint, "%s", command->endpoint);
     if (same || node->endpoint[0] == '\0' || net->self > node->id) return 0;
-    snprintf(node->status.address, sizeof node->status.address, "%s", node->endpoint);
+    snprintf(node->status.address, sizeof node->status.address, "%.255s", node->endpoint);
     return net_dial(net, node);
 }
 

@@ -145,8 +145,10 @@ struct Net {
     double now, next_beat, next_hello, admitted_at; // next_hello 0: none
     int monitors;
     char accepted_from[64];
-    double intruder_at;
+    double intruder_next; // when another may be told
+    uint32_t intruder;
     int intruders_hidden;
+    char intruder_text[NET_TEXT];
     int turn; // whose bulk goes first
 };
 
@@ -273,16 +275,21 @@ __attribute__((format(printf, 4, 5))) static inline void net_tell_text(Net *net,
     net_tell(net, &event);
 }
 
-// Somebody or something was turned away. Told once a second.
-static inline void net_tell_intruder(Net *net, uint32_t from, const char *address, const char *reason) {
-    if (net->intruder_at > 0.0 && net->now < net->intruder_at + 1.0) {
-        net->intruders_hidden++;
-        return;
-    }
+// Tells of who was turned away since the last was told, if it is time.
+static inline void net_tell_hidden(Net *net) {
     char others[48] = "";
-    if (net->intruders_hidden > 0) snprintf(others, sizeof others, " (and %d more)", net->intruders_hidden);
-    net->intruder_at = net->now, net->intruders_hidden = 0;
-    net_tell_text(net, NET_INTRUDER, from, "%.63s: %.140s%s", address, reason, others);
+    if (net->intruders_hidden == 0 || net->now < net->intruder_next) return;
+    if (net->intruders_hidden > 1) snprintf(others, sizeof others, " (and %d more)", net->intruders_hidden - 1);
+    net->intruder_next = net->now + 1.0, net->intruders_hidden = 0;
+    net_tell_text(net, NET_INTRUDER, net->intruder, "%s%s", net->intruder_text, others);
+}
+
+// Somebody or something was turned away. Told at once if the last was a second ago, else then, and only the latest.
+static inline void net_tell_intruder(Net *net, uint32_t from, const char *address, const char *reason) {
+    net->intruder = from;
+    net->intruders_hidden++;
+    snprintf(net->intruder_text, sizeof net->intruder_text, "%.63s: %.140s", address, reason);
+    net_tell_hidden(net);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
