@@ -7788,6 +7788,10 @@ static void test_device_mesh(void) {
               "validation loss");
 }
 
+#ifndef DEVICE_CUDA
+#include "dev/net_tests.h"
+#endif
+
 static const struct {
     const char *name;
     void (*run)(void);
@@ -7857,6 +7861,22 @@ static const struct {
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},
     {"alignment_swing", test_alignment_swing},
+    {"net_frame", test_net_frame},
+    {"net_stream", test_net_stream},
+#ifdef WITH_ZMQ
+    {"net_token", test_net_token},
+    {"net_messages", test_net_messages},
+    {"net_refused", test_net_refused},
+    {"net_hostile", test_net_hostile},
+    {"net_overtake", test_net_overtake},
+    {"net_reconnect", test_net_reconnect},
+    {"net_one_way", test_net_one_way},
+    {"net_relay", test_net_relay},
+    {"net_unknown", test_net_unknown},
+    {"net_files", test_net_files},
+    {"net_inbox", test_net_inbox},
+    {"net_close", test_net_close},
+#endif
 #endif
     {"device_mesh", test_device_mesh},
     {"rand", test_rand},

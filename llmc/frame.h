@@ -61,10 +61,9 @@ typedef enum {
 typedef enum { FRAME_CONTROL, FRAME_BULK, FRAME_FILES, FRAME_CLASSES } FrameClass;
 
 enum {
-    FRAME_IS_FILE = 1, // DATA: meant for a file of the receiver
-    FRAME_GAP = 2,     // ACK: a later frame came than the one that is missing; echo is its stamp
-    FRAME_RESTART = 4, // ACK: the receiver has not seen the beginning of this stream
-    FRAME_FLAGS = 7
+    FRAME_GAP = 1,     // ACK: a later frame came than the one that is missing; echo is its stamp
+    FRAME_RESTART = 2, // ACK: the receiver has not seen the beginning of this stream
+    FRAME_FLAGS = 3
 };
 
 typedef struct {
@@ -116,9 +115,10 @@ static inline void frame_write_header(unsigned char *out, const Frame *frame) {
 }
 
 // Writes a frame of FRAME_HEADER + frame->piece_bytes bytes; its fields are the caller's, in range.
+// piece: NULL if there is none.
 static inline void frame_write(unsigned char *out, const Frame *frame, const void *piece) {
     frame_write_header(out, frame);
-    if (frame->piece_bytes > 0) memcpy(out + FRAME_HEADER, piece, (size_t)frame->piece_bytes);
+    if (piece != NULL) memcpy(out + FRAME_HEADER, piece, (size_t)frame->piece_bytes);
 }
 
 static inline int frame_is_node(uint32_t id) {
