@@ -18,7 +18,10 @@
 // key/value heads, HD head size, A = NH*HD, QKV = (NH + 2*NKV)*HD, F ffn size, V vocabulary, L layers.
 // The file is C11 and C++17. Errors: functions return -1 with a line in error_message; main prints it and exits 1.
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <math.h>
+#include <net/if.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -47,7 +50,11 @@
 #include "llmc/meeting.h"
 #include "llmc/membership.h"
 #include "llmc/model_file.h"
+#define Node     NetNode
+#define Outgoing NetOutgoing
 #include "llmc/net.h"
+#undef Node
+#undef Outgoing
 #include "llmc/optimizer.h"
 #include "llmc/oscillation.h"
 #include "llmc/packer.h"
@@ -123,6 +130,9 @@ typedef struct {
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, coder, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
+    int no_cell, min_replicas;
+    float peer_timeout;
+    char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT];
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
@@ -213,6 +223,12 @@ static const Option option_table[] = {
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
 { "",   "probe",         OPTION_INT,    FIELD(probe),        "0",    0,     1e9,    NULL, "steps between comparisons with the unmasked gradient; 0 = none" },
 { "",   "measure-alignment", OPTION_INT, FIELD(measure_alignment), "0", 0,  1e9,    NULL, "steps between estimates of the sum of the Hessian's sizes, in raw and rotated bases, and of how updates swing along its leading directions; 0 = none" },
+{ "",   "host",          OPTION_TEXT,   FIELD(host),         "",     0,     0,      NULL, "coordinate a mesh of several processes from here: tcp://0.0.0.0:29500; prints what the others join with" },
+{ "",   "join",          OPTION_TEXT,   FIELD(join),         "",     0,     0,      NULL, "join a run: the token that its coordinator prints, @FILE or env:NAME with it" },
+{ "",   "listen",        OPTION_TEXT,   FIELD(listen),       "tcp://0.0.0.0:*", 0, 0,  NULL, "--join: where other cells can dial this one; none: they cannot, all goes through the coordinator" },
+{ "",   "no-cell",       OPTION_FLAG,   FIELD(no_cell),      "0",    0,     1,      NULL, "--host: this process has no cell of the model" },
+{ "",   "min-replicas",  OPTION_INT,    FIELD(min_replicas), "0",    0,     MESH_MAX_REPLICAS, NULL, "--host: replicas that training begins with, the others may come later; 0 = all" },
+{ "",   "peer-timeout",  OPTION_FLOAT,  FIELD(peer_timeout), "10",   1,     3600,   NULL, "--host: seconds without a word after which a process is given up" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -1314,44 +1330,63 @@ static double update_flops(const Stage *stage) {
 // Evaluation and generation
 
 typedef struct {
-    double loss; // mean nats a target
+    double sum, loss; // nats; mean nats a target
     int64_t n_targets, n_bytes;
     double bits_per_byte; // NaN where the tokenizer does not say bytes
 } Evaluation;
 
+// Held-out windows that are looked at: at most max_tokens of them, 0: all.
+static int64_t evaluation_windows(const Dataset *data, int64_t max_tokens) {
+    int64_t limit = (max_tokens + data->T - 1) / data->T;
+    return max_tokens > 0 && limit < data->val.n_windows ? limit : data->val.n_windows;
+}
+
+// Reads the windows from w on, as many as the batch holds; returns how many.
+static int evaluation_read(Evaluation *eval, const Dataset *data, int64_t w, int64_t n_windows, Batch *batch) {
+    int b = n_windows - w < batch->b ? (int)(n_windows - w) : batch->b, T = data->T;
+    for (int i = 0; i < b; i++) {
+        size_t at = (size_t)i * (size_t)T;
+        eval->n_targets += split_read(&data->val, w + i, T, batch->tokens + at, batch->targets + at);
+    }
+    return b;
+}
+
+// Adds the losses of b windows that the last stage has normed outputs of.
+static void evaluation_add(Evaluation *eval, Stage *last, const Batch *batch, int b, const Tokenizer *tokenizer,
+                           Stream *stream) {
+    head_loss(last, batch->targets, b * batch->T, 0, 0.0f, 0, stream);
+    eval->sum += stage_take_loss(last, stream);
+    for (int n = 0; n < b * batch->T; n++) {
+        char bytes[8];
+        if (batch->targets[n] >= 0) eval->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch->targets[n]);
+    }
+}
+
+static void evaluation_end(Evaluation *eval) {
+    eval->loss = eval->n_targets > 0 ? eval->sum / (double)eval->n_targets : (double)NAN;
+    eval->bits_per_byte = eval->n_bytes > 0 ? eval->sum / log(2.0) / (double)eval->n_bytes : (double)NAN;
+}
+
 // Held-out loss over the first windows of the split, at most max_tokens of them (0: all). pass: as for model_forward.
 static int evaluate(Stage *model, const Dataset *data, const Tokenizer *tokenizer, int64_t max_tokens,
                     BoundaryPass pass, void *context, Evaluation *out, Stream *stream) {
-    const Split *split = &data->val;
     int T = data->T, B = model->max_B;
-    int64_t n_windows = split->n_windows, limit = (max_tokens + T - 1) / T;
-    double sum = 0.0;
+    int64_t n_windows = evaluation_windows(data, max_tokens);
     Batch batch;
     memset(out, 0, sizeof *out);
     if (T > model->max_T) return error_set("sequences of %d tokens in a stage made for %d", T, model->max_T);
-    if (max_tokens > 0 && limit < n_windows) n_windows = limit;
     if (batch_alloc(&batch, B, T)) {
         batch_free(&batch);
         return -1;
     }
     model_round(model, stream);
     for (int64_t w = 0; w < n_windows; w += B) {
-        int b = n_windows - w < B ? (int)(n_windows - w) : B;
-        for (int i = 0; i < b; i++) {
-            size_t at = (size_t)i * (size_t)T;
-            out->n_targets += split_read(split, w + i, T, batch.tokens + at, batch.targets + at);
-        }
+        int b = evaluation_read(out, data, w, n_windows, &batch);
         Stage *last = model_forward(model, batch.tokens, b, T, NULL, pass, context, stream);
-        head_loss(last, batch.targets, b * T, 0, 0.0f, 0, stream);
-        sum += stage_take_loss(last, stream);
-        for (int n = 0; n < b * T; n++) {
-            char bytes[8];
-            if (batch.targets[n] >= 0) out->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch.targets[n]);
-        }
+        evaluation_add(out, last, &batch, b, tokenizer, stream);
     }
     batch_free(&batch);
-    out->loss = out->n_targets > 0 ? sum / (double)out->n_targets : (double)NAN;
-    out->bits_per_byte = out->n_bytes > 0 ? sum / log(2.0) / (double)out->n_bytes : (double)NAN;
+    evaluation_end(out);
     return stream_check(stream);
 }
 
@@ -1725,13 +1760,20 @@ static int mesh_n_ends(const Mesh *mesh) {
     return 2 * mesh->n_replicas * (mesh->n_stages - 1);
 }
 
+// 1 if end number i is of a cell of this process.
+static int mesh_hosts_end(const Mesh *mesh, int i) {
+    int boundaries = mesh->n_stages - 1;
+    return mesh_cell(mesh, i / 2 / boundaries, i / 2 % boundaries + i % 2)->hosted;
+}
+
 // What the ends of all boundaries remember.
 static int mesh_alloc_ends(Mesh *mesh, int64_t n_samples) {
     int n_ends = mesh_n_ends(mesh);
     mesh->ends = (CodecEnd *)calloc((size_t)n_ends + 1, sizeof(CodecEnd));
     if (mesh->ends == NULL) return error_set("out of memory for the codec");
     for (int i = 0; i < n_ends; i++)
-        if (codec_end_init(&mesh->ends[i], &mesh->codec, mesh_end_shape(mesh, i, n_samples))) return -1;
+        if (mesh_hosts_end(mesh, i) && codec_end_init(&mesh->ends[i], &mesh->codec, mesh_end_shape(mesh, i, n_samples)))
+            return -1;
     return 0;
 }
 
@@ -1758,7 +1800,7 @@ static int mesh_alloc_klt(Mesh *mesh, int predicts) {
         if (place->tables == NULL) return error_set("out of memory for the transform codec's tables");
         if (predicts && (place->embed = (float *)device_alloc(embed_bytes)) == NULL) return -1;
     }
-    if (predicts) device_copy(mesh->klt[0].embed, first->p.embed, embed_bytes, mesh->stream);
+    if (predicts && first->p.embed != NULL) device_copy(mesh->klt[0].embed, first->p.embed, embed_bytes, mesh->stream);
     return mesh_share_embed(mesh);
 }
 
@@ -1780,7 +1822,8 @@ static int mesh_start_coder(Mesh *mesh) {
 // Simulated time of the mesh: its latest cell's.
 static double mesh_now(const Mesh *mesh) {
     double now = 0.0;
-    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) now = fmax(now, cell->clock.now);
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell))
+        now = fmax(now, cell->clock.now);
     return now;
 }
 
@@ -1830,20 +1873,23 @@ typedef struct Node {
     Net *net;
     Mesh *mesh; // NULL: there is none yet
     LinkCarrier carrier;
-    int role;                        // a cell, or the anchor; -1: none yet
-    uint32_t node_of[CHANNEL_ROLES]; // who has each role, NODE_NOBODY: no one
-    uint32_t epoch;                  // of the last place, 0: none yet
-    int turn;                        // how often replicas were lost in it
-    int average;                     // number of the average at work, its last 16 bits; -1: none
-    int64_t open;                    // the last gate that is open
+    int role;                          // a cell, or the anchor; -1: none yet
+    uint32_t node_of[CHANNEL_ROLES];   // who has each role, NODE_NOBODY: no one
+    uint32_t epoch;                    // of the last place, 0: none yet
+    int turn;                          // how often replicas were lost in it
+    int average, average_turn;         // the number of the average at work, its last 16 bits; the turn it began in
+    Parcel *factors;                   // of the snapshot that is waited for, until they are used
+    int factors_sent;                  // the anchor's: those of its last pass
+    int has_embed;                     // what messages are predicted from is here
+    int64_t open;                      // the last gate that is open
     json_t *go, *setup, *place, *save; // orders that wait to be obeyed, the last of each kind
-    int64_t skipped;                 // the last snapshot that gives no factors
-    int anchor_up;                   // the anchor is there, as far as is known
-    int interrupted, ended;          // what is being done is of no use any more; the run is over
+    int64_t skipped;                   // the last snapshot that gives no factors
+    int anchor_up;                     // the anchor is there, as far as is known
+    int interrupted, ended;            // what is being done is of no use any more; the run is over
     Parcels inbox, early;
-    json_t *wants;        // files that others wait for: [[node, channel]]
-    uint64_t works;       // grows with what is done, for the coordinator to see
-    int (*idle)(void *);  // what can go on beside other work; -1: it has failed
+    json_t *wants;       // files that others wait for: [[node, channel]]
+    uint64_t works;      // grows with what is done, for the coordinator to see
+    int (*idle)(void *); // what can go on beside other work; -1: it has failed
     void *context;
     // of the run, as all nodes know it
     int drawing[MESH_MAX_REPLICAS]; // replicas that take sequences from the data in this step
@@ -2003,8 +2049,8 @@ static int node_deliver(Node *node, const NetEvent *event) {
     int64_t most = node->mesh->message_bytes;
     int result = age < 0                  ? 0
                  : event->n_bytes <= most ? link_send(link, event->data, event->n_bytes, 0.0)
-                                          : error_set("node %u sends %lld bytes, at most %lld are expected", event->from,
-                                                      (long long)event->n_bytes, (long long)most);
+                                          : error_set("node %u sends %lld bytes, at most %lld are expected",
+                                                      event->from, (long long)event->n_bytes, (long long)most);
     free(event->data);
     return result;
 }
@@ -2627,12 +2673,8 @@ static void stage_fragments(Stage *stage, int n_fragments) {
 }
 
 // Warm starts of a cell of a replica that meets others; they start equal.
-static int cell_meet(Mesh *mesh, Cell *cell, const Outer *outer, uint64_t seed) {
+static int cell_warm_start(const Mesh *mesh, Cell *cell, const Outer *outer, uint64_t seed) {
     const Stage *stage = &cell->stage;
-    int64_t floats = powersgd_offset(stage, stage->n_tensors, outer->rank);
-    cell->powersgd_q = (float *)device_alloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
-    cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
-    if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
     for (int t = 0; t < stage->n_tensors; t++) {
         const Tensor *tensor = &stage->tensors[t];
         if (tensor->n_dims != 2) continue;
@@ -2641,6 +2683,14 @@ static int cell_meet(Mesh *mesh, Cell *cell, const Outer *outer, uint64_t seed) 
             return -1;
     }
     return 0;
+}
+
+static int cell_meet(const Mesh *mesh, Cell *cell, const Outer *outer, uint64_t seed) {
+    int64_t floats = powersgd_offset(&cell->stage, cell->stage.n_tensors, outer->rank);
+    cell->powersgd_q = (float *)device_alloc(sizeof(float) * (size_t)(floats > 0 ? floats : 1));
+    cell->merge_at = (double *)calloc((size_t)outer->n_fragments, sizeof(double));
+    if (cell->powersgd_q == NULL || cell->merge_at == NULL) return error_set("out of memory for PowerSGD");
+    return cell_warm_start(mesh, cell, outer, seed);
 }
 
 // n values as the wire will round them.
@@ -3296,17 +3346,25 @@ static void learner_free(Learner *learner) {
     memset(learner, 0, sizeof *learner);
 }
 
+// Memory of tables and reports.
+static int learner_alloc_tables(Learner *learner) {
+    size_t n = 2 * (size_t)learner->n_boundaries;
+    learner->blobs = (unsigned char **)calloc(n, sizeof(unsigned char *));
+    learner->blob_bytes = (int64_t *)calloc(n, sizeof(int64_t));
+    learner->reports = (KltReport *)calloc(n, sizeof(KltReport));
+    learner->used_reports = (KltReport *)calloc(n, sizeof(KltReport));
+    return learner->blobs != NULL && learner->blob_bytes != NULL && learner->reports != NULL &&
+                   learner->used_reports != NULL
+               ? 0
+               : error_set("out of memory for the transform codec's tables");
+}
+
 // Memory. The fields fixed at start are set by the caller. rows: of a micro-batch and a pass.
 static int learner_alloc(Learner *learner, int micro_rows, int64_t pass_rows) {
     size_t n = 2 * (size_t)learner->n_boundaries;
     learner->stride = (int)larger(pass_rows / LEARNER_ROWS, 1);
     learner->moments = (KltMoments *)calloc(n, sizeof(KltMoments));
-    learner->blobs = (unsigned char **)calloc(n, sizeof(unsigned char *));
-    learner->blob_bytes = (int64_t *)calloc(n, sizeof(int64_t));
-    learner->reports = (KltReport *)calloc(n, sizeof(KltReport));
-    learner->used_reports = (KltReport *)calloc(n, sizeof(KltReport));
-    if (learner->moments == NULL || learner->blobs == NULL || learner->blob_bytes == NULL || learner->reports == NULL ||
-        learner->used_reports == NULL)
+    if (learner->moments == NULL || learner_alloc_tables(learner))
         return error_set("out of memory for the transform codec's tables");
     for (size_t i = 0; i < n; i++)
         if (klt_moments_alloc(&learner->moments[i], learner->C, learner->predicts && i % 2 == CODEC_FORWARD,
@@ -3545,6 +3603,15 @@ static void *anchor_thread(void *argument) {
     return NULL;
 }
 
+// Sets the thread to work on the snapshot of a step, which is there.
+static void anchor_work(Anchor *anchor, int64_t step) {
+    anchor->launched = step;
+    pthread_mutex_lock(&anchor->mutex);
+    anchor->state = ANCHOR_WORKING;
+    pthread_cond_broadcast(&anchor->changed);
+    pthread_mutex_unlock(&anchor->mutex);
+}
+
 // Takes the snapshot of a model's arena and sets the thread to work. rounded: values are rounded as they would travel.
 static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int rounded, int64_t step) {
     int at = 0;
@@ -3558,11 +3625,7 @@ static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int r
         }
     }
     stream_wait(model->stream);
-    anchor->launched = step;
-    pthread_mutex_lock(&anchor->mutex);
-    anchor->state = ANCHOR_WORKING;
-    pthread_cond_broadcast(&anchor->changed);
-    pthread_mutex_unlock(&anchor->mutex);
+    anchor_work(anchor, step);
 }
 
 // The state now; wait != 0: once no pass is at work.
@@ -3710,6 +3773,14 @@ static void on_interrupt(int signal_number) {
     if (++interrupts > 1) _exit(130);
 }
 
+static void catch_interrupts(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_interrupt, action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
 // Where a training stands; saved with every checkpoint.
 typedef struct {
     int64_t step;       // steps done
@@ -3741,6 +3812,7 @@ typedef struct {
     Options opts;
     unsigned char given[CLI_OPTIONS];
     Config config;      // of the model as it is trained: untied where stages part its ends
+    Config base;        // of the model file
     json_t *side_files; // tokenizer and others that travel with the model
     int64_t n_params;
     Mesh mesh;
@@ -3752,6 +3824,7 @@ typedef struct {
     Run run;
     Progress progress;
     Leading leading;
+    struct Node *node; // as one process of several; NULL: the only one
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
@@ -3895,6 +3968,14 @@ static void run_log_start(Trainer *trainer, const char *kind) {
 static json_t *data_hash(const Trainer *trainer) {
     char text[32];
     snprintf(text, sizeof text, "%016llx", (unsigned long long)split_hash(&trainer->data.train));
+    return json_string(text);
+}
+
+// The hashes of both sides of the data, for processes that must have the same.
+static json_t *data_hashes(const Trainer *trainer) {
+    char text[64];
+    snprintf(text, sizeof text, "%016llx %016llx", (unsigned long long)split_hash(&trainer->data.train),
+             (unsigned long long)split_hash(&trainer->data.val));
     return json_string(text);
 }
 
@@ -4673,9 +4754,8 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     return result;
 }
 
-// Position and moments from the checkpoint whose weights are loaded.
-static int resume_state(Trainer *trainer, const json_t *state) {
-    char folder[PATH_MAX];
+// Where the checkpoint stands.
+static int resume_progress(Trainer *trainer, const json_t *state) {
     Progress *p = &trainer->progress;
     Mesh *mesh = &trainer->mesh;
     int64_t replicas = json_size(json_object_get(state, "replicas"));
@@ -4705,15 +4785,23 @@ static int resume_state(Trainer *trainer, const json_t *state) {
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         trainer->outer.begun[f] =
             json_integer_value(json_array_get(json_object_get(state, "averages_begun"), (size_t)f));
-    if (checkpoint_path(folder, trainer->run.path, p->step, "")) return -1;
-    if (run_load_cells(trainer, folder)) return -1;
-    if (trainer->anchored && anchor_load(trainer, folder, state)) return -1;
     trainer->run.saved_step = p->step;
     return 0;
 }
 
+// Position and moments from the checkpoint whose weights are loaded.
+static int resume_state(Trainer *trainer, const json_t *state) {
+    char folder[PATH_MAX];
+    if (resume_progress(trainer, state)) return -1;
+    if (checkpoint_path(folder, trainer->run.path, trainer->progress.step, "")) return -1;
+    if (run_load_cells(trainer, folder)) return -1;
+    return trainer->anchored ? anchor_load(trainer, folder, state) : 0;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Plan: what a run needs and does, printed before it starts and by --dry-run
+
+static int is_node(const Trainer *trainer);
 
 static void print_count(const char *label, double value, const char *unit) {
     const char *scale = value >= 1e9 ? " G" : value >= 1e6 ? " M" : value >= 1e3 ? " k" : " ";
@@ -4795,10 +4883,10 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     bytes.host = mesh->message_bytes;
     for (int i = 0; i < mesh_n_ends(mesh); i++) {
         CodecShape shape = mesh_end_shape(mesh, i, mesh_samples(trainer));
-        bytes.host += codec_end_memory(&mesh->codec, &shape);
+        if (mesh_hosts_end(mesh, i)) bytes.host += codec_end_memory(&mesh->codec, &shape);
     }
     if (!trainer->anchored) return bytes;
-    bytes.anchor = anchor_bytes(trainer);
+    bytes.anchor = !is_node(trainer) || mesh_next(mesh, NULL) == NULL ? anchor_bytes(trainer) : 0;
     int C = trainer->config.channels;
     if (trainer->anchor.corrects) {
         CodecShape shape = coded_shape(mesh->micro_batch, trainer->T, C);
@@ -4827,8 +4915,7 @@ static int64_t mesh_bytes_device(const MeshBytes *bytes) {
 static void decide_rounding(Trainer *trainer) {
     MeshBytes bytes = mesh_bytes(trainer);
     if (leaves_room(mesh_bytes_device(&bytes))) return;
-    for (int i = 0; i < mesh_cells(&trainer->mesh); i++)
-        trainer->mesh.cells[i].stage.unrounded = 1;
+    for (int i = 0; i < mesh_cells(&trainer->mesh); i++) trainer->mesh.cells[i].stage.unrounded = 1;
 }
 
 // 0, or -1 if this machine cannot hold the mesh: the device, or the host beside it.
@@ -5033,12 +5120,21 @@ static int print_estimate(const Trainer *trainer) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
-// Fills every replica's batch with the next sequences of the data's order.
+// What a process of several does in the place of meet_anchor and mesh_outer (section "Joining").
+static int node_meet_anchor(Trainer *trainer);
+static int node_outer(Trainer *trainer, int64_t done);
+
+static int is_node(const Trainer *trainer) {
+    return trainer->node != NULL;
+}
+
+// Fills the batch of every replica that is in the run with the next sequences of the data's order.
 static void next_batches(Trainer *trainer, Batch *batches) {
     const Split *train = &trainer->data.train;
     for (int r = 0; r < trainer->mesh.n_replicas; r++) {
         Batch *batch = &batches[r];
         batch->n_valid = 0;
+        if (is_node(trainer) && !trainer->node->drawing[r]) continue;
         for (int b = 0; b < batch->b; b++) {
             size_t at = (size_t)b * (size_t)batch->T;
             int64_t window = split_order(train, trainer->progress.samples + b, (uint64_t)trainer->opts.seed);
@@ -5117,8 +5213,7 @@ static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *resul
     Clock sender = {anchor->launched_at + took, 0.0};
     clock_send(&sender, mesh->speed, boundaries / mesh->n_stages);
     double ready = clock_send(&sender, mesh->speed, factors / mesh->n_stages);
-    for (int i = 0; i < mesh_cells(mesh) && trainer->anchor_delay > 0; i++)
-        clock_receive(&mesh->cells[i].clock, ready);
+    for (int i = 0; i < mesh_cells(mesh) && trainer->anchor_delay > 0; i++) clock_receive(&mesh->cells[i].clock, ready);
     result->sent.bytes[TRAFFIC_ANCHOR] += mesh->n_replicas * factors;
     anchor->factor_bytes += mesh->n_replicas * factors;
     for (int d = 0; d < 2; d++) anchor->boundary_bytes[d] += whole + anchor->coded.sent[d];
@@ -5561,7 +5656,7 @@ static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) 
     for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
     result->alignment[0] = result->alignment[1] = (double)NAN;
     for (int i = 0; i < mesh_cells(mesh); i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
-    if (trainer->anchored && meet_anchor(trainer, result)) return -1;
+    if (trainer->anchored && (is_node(trainer) ? node_meet_anchor(trainer) : meet_anchor(trainer, result))) return -1;
     next_batches(trainer, batches);
     result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, trainer->progress.step, trainer->warmup,
                        trainer->n_steps);
@@ -5573,6 +5668,14 @@ static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) 
     return valid;
 }
 
+// What is due of outer steps after `done` steps.
+static int outer_steps(Trainer *trainer, int64_t done) {
+    Mesh *mesh = &trainer->mesh;
+    if (is_node(trainer)) return node_outer(trainer, done);
+    if (mesh_outer(mesh, &trainer->outer, done)) return -1;
+    return done == trainer->n_steps ? mesh_outer_finish(mesh, &trainer->outer) : 0;
+}
+
 // The update of a step whose gradients are there, and what follows it.
 static int end_step(Trainer *trainer, StepResult *result) {
     Progress *p = &trainer->progress;
@@ -5581,10 +5684,8 @@ static int end_step(Trainer *trainer, StepResult *result) {
         stage_keep_version(&cell->stage, p->step);
     update_cells(trainer, result);
     p->step++;
-    if (mesh->asynchronous) mesh_flow(mesh, p->step == trainer->n_steps);
-    if (trainer->dp == MESH_DP_DILOCO && mesh_outer(mesh, &trainer->outer, p->step)) return -1;
-    if (trainer->dp == MESH_DP_DILOCO && p->step == trainer->n_steps && mesh_outer_finish(mesh, &trainer->outer))
-        return -1;
+    if (mesh->asynchronous && !is_node(trainer)) mesh_flow(mesh, p->step == trainer->n_steps);
+    if (trainer->dp == MESH_DP_DILOCO && outer_steps(trainer, p->step)) return -1;
     for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         for (int k = 0; k < TRAFFIC_KINDS; k++) {
             result->sent.bytes[k] += cell->step.bytes[k];
@@ -5632,6 +5733,14 @@ static void print_step(Trainer *trainer, const StepResult *result, double tok_s,
     fflush(stdout);
 }
 
+static void print_validation(Trainer *trainer, int64_t step, double loss, double bits_per_byte) {
+    run_clear_line(&trainer->run);
+    printf("step %lld  validation loss %.4f", (long long)step, loss);
+    if (isfinite(bits_per_byte)) printf("  %.4f bits a byte", bits_per_byte);
+    printf("\n");
+    fflush(stdout);
+}
+
 // Validation loss, printed; keeps the best weights. *loss is NaN when there is no held-out data.
 static int validate(Trainer *trainer, double *loss) {
     Evaluation eval;
@@ -5641,11 +5750,7 @@ static int validate(Trainer *trainer, double *loss) {
                  NULL, &eval, trainer->stream))
         return -1;
     *loss = eval.loss;
-    run_clear_line(&trainer->run);
-    printf("step %lld  validation loss %.4f", (long long)trainer->progress.step, eval.loss);
-    if (isfinite(eval.bits_per_byte)) printf("  %.4f bits a byte", eval.bits_per_byte);
-    printf("\n");
-    fflush(stdout);
+    print_validation(trainer, trainer->progress.step, eval.loss, eval.bits_per_byte);
     if (!(eval.loss < trainer->progress.best_val)) return 0;
     if (trainer->progress.step > 0 && run_save_best(trainer))
         printf("train: %s; the run goes on\n", error_message);
@@ -5894,11 +5999,7 @@ static int train(Trainer *trainer, const json_t *resume) {
     checkpoint_sweep(run->path, 0);
     if (run_open_log(run, resume != NULL ? trainer->progress.step : -1)) return -1;
     run_log_start(trainer, resumed ? "resume" : "start");
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = on_interrupt, action.sa_flags = SA_RESTART;
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
+    catch_interrupts();
     printf("run: %s\n", run->path);
     int n = trainer->mesh.n_replicas, result = 0;
     batches = (Batch *)calloc((size_t)n, sizeof(Batch));
@@ -5911,6 +6012,845 @@ static int train(Trainer *trainer, const json_t *resume) {
     device_free(probe.whole);
     if (run->log != NULL) fclose(run->log);
     return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Joining: a process that has one cell of a mesh, or its anchor. It asks the coordinator to join, gets a role and the
+// settings, makes room, is placed at a step with the state of its cell, and trains: the same steps as in one process,
+// but that it waits for the others at gates. Of every step, or boundary between two, in this order:
+//
+//   GATE_AVERAGES + f   an average that ends where it begins is here
+//   GATE_FINISH + f     the same at the end of the run
+//   GATE_SAVE           what a shard needs is here
+//   GATE_FACTORS        whether a snapshot's factors are here; they are used if all say so
+//   GATE_GRADIENTS      --dp dense: the averages are here
+//   GATE_STEP           loss and norm; averages that are due are here. What opens it says how it goes on
+
+enum {
+    GATE_AVERAGES,
+    GATE_FINISH = MAX_FRAGMENTS,
+    GATE_SAVE = 2 * MAX_FRAGMENTS,
+    GATE_FACTORS,
+    GATE_GRADIENTS,
+    GATE_STEP,
+    GATES
+};
+
+typedef enum { THEN_RUN, THEN_HOLD, THEN_STOP } ThenKind; // wait to be placed; save and end
+
+static int64_t gate_number(int64_t step, int gate) {
+    return step * GATES + gate;
+}
+
+// The cell of this process, NULL: it has the anchor.
+static Cell *node_cell(const Trainer *trainer) {
+    return mesh_next(&trainer->mesh, NULL);
+}
+
+// The averages of its stage, NULL: there are none.
+static Meeting *node_meeting(const Trainer *trainer) {
+    const Cell *cell = node_cell(trainer);
+    return cell != NULL && trainer->mesh.meetings != NULL ? &trainer->mesh.meetings[cell->index] : NULL;
+}
+
+// Tells the coordinator something; takes over the reference.
+static int node_tell(Node *node, const char *type, json_t *about) {
+    json_object_set_new(about, "type", json_string(type));
+    return send_order(node->net, NODE_COORDINATOR, about);
+}
+
+// What an opened gate says about the run: who takes sequences, whether there is an anchor, what follows.
+static int node_heed(Node *node, const json_t *go) {
+    node->has_anchor = json_is_true(json_object_get(go, "anchor"));
+    node->then = (int)json_integer_value(json_object_get(go, "then"));
+    return read_members(json_object_get(go, "living"), node->drawing, node->mesh->n_replicas);
+}
+
+// Waits until the average at work is complete.
+static int node_wait_average(const Trainer *trainer) {
+    const Meeting *meeting = node_meeting(trainer);
+    while (!meeting_complete(meeting))
+        if (node_poll(trainer->node, 1) < 0) return -1;
+    return 0;
+}
+
+// Reports at a gate and waits until it opens; should replicas be lost meanwhile, once more. waits: the average at work
+// must be complete before. Takes over report. Returns what opened the gate, which the caller frees, or NULL.
+static json_t *node_agree(Trainer *trainer, int gate, json_t *report, int waits) {
+    Node *node = trainer->node;
+    int64_t number = gate_number(trainer->progress.step, gate);
+    int failed = report == NULL;
+    json_object_set_new(report, "gate", json_integer((json_int_t)number));
+    while (!failed && node->open < number) {
+        failed = waits && node_wait_average(trainer);
+        int turn = node->turn;
+        json_object_set_new(report, "turn", json_integer(turn));
+        if (!failed) failed = node_tell(node, "report", json_deep_copy(report));
+        while (!failed && node->open < number && node->turn == turn) failed = node_poll(node, 1) < 0;
+    }
+    json_decref(report);
+    if (failed || node_heed(node, node->go)) return NULL;
+    json_t *go = node->go;
+    node->go = NULL;
+    return go;
+}
+
+// Averages
+// -------------------------------------------------------------------------------------------------------------
+
+// Goes on with the average at work as far as it can; anew, should replicas be lost. idle of a node.
+static int node_average(void *context) {
+    Trainer *trainer = (Trainer *)context;
+    Node *node = trainer->node;
+    Mesh *mesh = &trainer->mesh;
+    Meeting *meeting = node_meeting(trainer);
+    int moved = 1;
+    if (meeting == NULL || !meeting->is_open || node->interrupted) return 0;
+    if (node->average_turn != node->turn) {
+        node->average_turn = node->turn;
+        if (meeting_restart(mesh, meeting)) return -1;
+        node_connect_meeting(node, meeting);
+        if (node_sort(node)) return -1;
+    }
+    while (moved > 0) moved = meeting_advance(mesh, meeting);
+    return moved;
+}
+
+static int node_begin_average(Trainer *trainer, const Outer *outer, int fragment, int64_t turn) {
+    Node *node = trainer->node;
+    Meeting *meeting = node_meeting(trainer);
+    if (meeting_begin(&trainer->mesh, meeting, outer, node_cell(trainer)->index, fragment, turn)) return -1;
+    node->average = (node->average + 1) & 0xFFFF, node->average_turn = node->turn;
+    node_connect_meeting(node, meeting);
+    return node_sort(node) || node_average(trainer) ? -1 : 0;
+}
+
+// The end of an average that all have.
+static int node_settle(Trainer *trainer, const Outer *outer, int gate) {
+    json_t *go = node_agree(trainer, gate, json_object(), 1);
+    if (go == NULL) return -1;
+    json_decref(go);
+    return meeting_commit(&trainer->mesh, node_meeting(trainer), outer);
+}
+
+// 1 if there is an average at work that must end before `done` steps are done: it is merged then, or another begins.
+static int node_average_due(const Trainer *trainer, int64_t done) {
+    const Meeting *meeting = node_meeting(trainer);
+    const Outer *outer = &trainer->outer;
+    if (meeting == NULL || !meeting->is_open) return 0;
+    int due = done == trainer->n_steps || done >= outer->begun[meeting->fragment] + outer->overlap;
+    for (int f = 0; f < outer->n_fragments; f++) due |= outer_begins(outer, f, done);
+    return due;
+}
+
+// --dp dense over several processes (mesh_sum_gradients).
+static int node_sum_gradients(Trainer *trainer) {
+    return node_begin_average(trainer, NULL, ALL_GRADIENTS, 0) || node_settle(trainer, NULL, GATE_GRADIENTS) ? -1 : 0;
+}
+
+// The outer steps that are due after `done` local steps, over several processes (mesh_outer, mesh_outer_finish).
+static int node_outer(Trainer *trainer, int64_t done) {
+    Outer *outer = &trainer->outer;
+    Mesh *mesh = &trainer->mesh;
+    for (int f = 0; f < outer->n_fragments; f++) {
+        if (outer_begins(outer, f, done)) {
+            if (node_begin_average(trainer, outer, f, f + done / outer->local_steps)) return -1;
+            outer->begun[f] = done;
+            int ends = outer->overlap == 0 || done == trainer->n_steps;
+            if (ends && node_settle(trainer, outer, GATE_AVERAGES + f)) return -1;
+        }
+        if (!outer_merges(outer, f, done)) continue;
+        mesh_merge(mesh, outer, f, outer->mix);
+        outer->begun[f] = 0;
+    }
+    for (int f = 0; f < outer->n_fragments && done == trainer->n_steps; f++) {
+        if (outer->begun[f] > 0) mesh_merge(mesh, outer, f, outer->mix);
+        outer->begun[f] = 0;
+        if (node_begin_average(trainer, outer, f, f) || node_settle(trainer, outer, GATE_FINISH + f)) return -1;
+        mesh_merge(mesh, outer, f, 0.0f);
+    }
+    return 0;
+}
+
+// The anchor, as a cell sees it
+// -------------------------------------------------------------------------------------------
+
+static int anchor_role(const Trainer *trainer) {
+    return mesh_cells(&trainer->mesh);
+}
+
+// Sends n floats of tensor memory in pieces, as bf16 or whole. Returns bytes, or -1.
+static int64_t node_send_floats(Trainer *trainer, uint64_t channel, Wire wire, const float *values, int64_t n) {
+    Mesh *mesh = &trainer->mesh;
+    Codec codec = mesh->codec;
+    int64_t piece = mesh->message_bytes / 4, sent = 0;
+    codec.wire = wire;
+    for (int64_t at = 0; at < n; at += piece) {
+        int64_t count = n - at < piece ? n - at : piece;
+        int64_t n_bytes =
+            codec_encode_fp32(&codec, values + at, count, mesh->message, mesh->message_bytes, trainer->stream);
+        if (n_bytes < 0 || node_carry(trainer->node, channel, mesh->message, n_bytes)) return -1;
+        if (node_throttle(trainer->node, channel_parts(channel).to)) return -1;
+        sent += n_bytes;
+    }
+    return sent;
+}
+
+// Gives the anchor the next snapshot: the leading replica sends its weights, the others only know of it.
+static int node_launch(Trainer *trainer) {
+    Node *node = trainer->node;
+    Cell *cell = node_cell(trainer);
+    Stage *stage = &cell->stage;
+    int follows = anchor_follows(trainer), lead = 0;
+    int64_t step = trainer->progress.step, sent;
+    uint64_t channel = channel_number(CHANNEL_SNAPSHOT, node->role, anchor_role(trainer), 0);
+    trainer->anchor.launched = node->has_anchor ? step : -1;
+    while (!node->drawing[lead]) lead++;
+    if (cell->replica != lead || !node->has_anchor) return 0;
+    if (node_carry(node, channel, &step, sizeof step)) return -1;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        const float *from = stage_arena(stage, follows ? ARENA_GLOBAL : ARENA_PARAMS) + t->offset;
+        sent = node_send_floats(trainer, channel, follows ? WIRE_FP32 : trainer->anchor.wire, from, t->n);
+        if (sent < 0) return -1;
+        cell->step.bytes[TRAFFIC_ANCHOR] += sent;
+    }
+    return 0;
+}
+
+// What a message of factors begins with.
+typedef struct {
+    int64_t snapshot, useless, coded_passes;
+    double loss, seconds;
+} FactorsHead;
+
+// Appends n floats of tensor memory as they travel.
+static int pack_floats(Packer *packer, const Trainer *trainer, const float *values, int64_t n) {
+    int64_t n_bytes = n * codec_size(&trainer->mesh.codec);
+    void *room = pack_room(packer, n_bytes);
+    return room == NULL || codec_encode_fp32(&trainer->mesh.codec, values, n, room, n_bytes, trainer->stream) < 0 ? -1
+                                                                                                                  : 0;
+}
+
+static int unpack_floats(Unpacker *unpacker, const Trainer *trainer, float *values, int64_t n) {
+    int64_t n_bytes = n * codec_size(&trainer->mesh.codec);
+    const void *bytes = unpack(unpacker, n_bytes);
+    return bytes == NULL ? -1 : codec_decode_fp32(&trainer->mesh.codec, bytes, n_bytes, values, n, trainer->stream);
+}
+
+// What concerns a stage of the factors in use, or of the new ones, as a message: of the filter U, V and its response,
+// of the codec's bias U diag(s) and V; then the tables of the boundaries around it.
+static int pack_factors(Packer *packer, const Trainer *trainer, const Stage *stage, int in_use) {
+    const Anchor *anchor = &trainer->anchor;
+    const Learner *learner = &anchor->learner;
+    int set = in_use ? anchor->front : 1 - anchor->front, useless = !in_use && anchor->useless;
+    FactorsHead head = {in_use ? anchor->delivered : anchor->launched, useless, anchor->coded_passes, anchor->loss,
+                        anchor->seconds};
+    pack(packer, &head, sizeof head);
+    if (useless) return packer->failed ? -1 : 0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (!t->block) continue;
+        if (anchor->filters) {
+            const Factor *f = &anchor->sets[set].of[t->index];
+            if (pack_floats(packer, trainer, f->u, (int64_t)f->m * f->r)) return -1;
+            if (pack_floats(packer, trainer, f->v, (int64_t)f->n * f->r)) return -1;
+            void *room = pack_room(packer, 4 * f->r);
+            if (room == NULL) return -1;
+            device_copy(room, f->d, sizeof(float) * (size_t)f->r, trainer->stream);
+        }
+        if (anchor->corrects) {
+            const Factor *f = &anchor->bias[set].of[t->index];
+            if (pack_floats(packer, trainer, f->u, (int64_t)f->m * f->r)) return -1;
+            if (pack_floats(packer, trainer, f->v, (int64_t)f->n * f->r)) return -1;
+        }
+    }
+    for (int b = stage->position - 1; b <= stage->position; b++) {
+        for (int d = 0; d < 2 && b >= 0 && b < learner->n_boundaries; d++) {
+            const KltTable *table = &trainer->mesh.klt[0].tables[2 * b + d];
+            const unsigned char *blob = in_use ? table->blob : learner->blobs[2 * b + d];
+            int64_t n_bytes = blob == NULL ? 0 : in_use ? table->n_bytes : learner->blob_bytes[2 * b + d];
+            pack(packer, &n_bytes, sizeof n_bytes);
+            pack(packer, blob, n_bytes);
+        }
+    }
+    return packer->failed ? -1 : 0;
+}
+
+// A table of the message into the learner's.
+static int unpack_table(Unpacker *unpacker, Learner *learner, int table) {
+    int64_t n_bytes;
+    if (unpack_to(unpacker, &n_bytes, sizeof n_bytes)) return -1;
+    const void *bytes = unpack(unpacker, n_bytes);
+    if (bytes == NULL) return -1;
+    free(learner->blobs[table]);
+    learner->blobs[table] = n_bytes > 0 ? (unsigned char *)malloc((size_t)n_bytes) : NULL;
+    learner->blob_bytes[table] = n_bytes;
+    if (n_bytes == 0) return 0;
+    if (learner->blobs[table] == NULL) return error_set("out of memory for a table of the transform codec");
+    memcpy(learner->blobs[table], bytes, (size_t)n_bytes);
+    return 0;
+}
+
+// Takes a message of factors into use.
+static int node_use_factors(Trainer *trainer, const NetEvent *event) {
+    Anchor *anchor = &trainer->anchor;
+    Learner *learner = &anchor->learner;
+    const Stage *stage = &node_cell(trainer)->stage;
+    Unpacker unpacker = {event->data, event->n_bytes, 0};
+    FactorsHead head;
+    int to = 1 - anchor->front;
+    if (unpack_to(&unpacker, &head, sizeof head)) return -1;
+    if (head.useless) return 0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (!t->block) continue;
+        if (anchor->filters) {
+            const Factor *f = &anchor->sets[to].of[t->index];
+            if (unpack_floats(&unpacker, trainer, f->u, (int64_t)f->m * f->r)) return -1;
+            if (unpack_floats(&unpacker, trainer, f->v, (int64_t)f->n * f->r)) return -1;
+            const void *d = unpack(&unpacker, 4 * f->r);
+            if (d == NULL) return -1;
+            device_copy(f->d, d, sizeof(float) * (size_t)f->r, trainer->stream);
+        }
+        if (anchor->corrects) {
+            const Factor *f = &anchor->bias[to].of[t->index];
+            if (unpack_floats(&unpacker, trainer, f->u, (int64_t)f->m * f->r)) return -1;
+            if (unpack_floats(&unpacker, trainer, f->v, (int64_t)f->n * f->r)) return -1;
+        }
+    }
+    for (int b = stage->position - 1; b <= stage->position; b++)
+        for (int d = 0; d < 2 && b >= 0 && b < learner->n_boundaries; d++)
+            if (unpack_table(&unpacker, learner, 2 * b + d)) return -1;
+    if (learner->n_boundaries > 0 && learner_use(&trainer->mesh, learner) < 0) return -1;
+    stream_wait(trainer->stream); // the message is gone then
+    anchor->front = to, anchor->deliveries++, anchor->delivered = head.snapshot;
+    anchor->coded_passes = head.coded_passes;
+    return 0;
+}
+
+// The factors of the snapshot at work, if they are here. waits: until they are, or are known never to come.
+static int node_find_factors(Trainer *trainer, int waits) {
+    Node *node = trainer->node;
+    int64_t snapshot = trainer->anchor.launched, of;
+    for (;;) {
+        Parcel *parcel = node->factors != NULL ? NULL : parcels_take(&node->inbox, CHANNEL_FACTORS, -1);
+        if (parcel != NULL && parcel->event.n_bytes >= (int64_t)sizeof of) {
+            memcpy(&of, parcel->event.data, sizeof of);
+            if (of == snapshot)
+                node->factors = parcel;
+            else
+                parcel_free(parcel); // of a snapshot that is not waited for any more
+            continue;
+        }
+        parcel_free(parcel);
+        if (node->factors != NULL || !waits || node->skipped >= snapshot || !node->anchor_up) return 0;
+        if (node_poll(node, 1) < 0) return -1;
+    }
+}
+
+// Takes the factors of the snapshot at work into use if all have them. waits: they are due.
+static int node_take_delivery(Trainer *trainer, int waits) {
+    Node *node = trainer->node;
+    Anchor *anchor = &trainer->anchor;
+    if (node_find_factors(trainer, waits)) return -1;
+    json_t *go =
+        node_agree(trainer, GATE_FACTORS,
+                   json_pack("{s:I}", "factors", (json_int_t)(node->factors != NULL ? anchor->launched : -1)), 0);
+    if (go == NULL) return -1;
+    int taken = json_is_true(json_object_get(go, "deliver")), failed = 0;
+    json_decref(go);
+    if (taken && node->factors == NULL) return error_set("the coordinator wants factors to be used that are not here");
+    if (taken) failed = node_use_factors(trainer, &node->factors->event);
+    if (taken || waits) {
+        parcel_free(node->factors);
+        node->factors = NULL, anchor->launched = -1;
+    }
+    return failed;
+}
+
+// Before a step, over several processes (meet_anchor).
+static int node_meet_anchor(Trainer *trainer) {
+    Anchor *anchor = &trainer->anchor;
+    int due = trainer->anchor_delay > 0 && anchor->launched >= 0 &&
+              trainer->progress.step >= anchor->launched + delivery_delay(trainer);
+    if (anchor->launched >= 0) {
+        if (trainer->anchor_delay > 0 && !due) return 0;
+        if (node_take_delivery(trainer, due)) return -1;
+        if (anchor->launched >= 0) return 0;                // not yet
+    } else if (anchor->learns && anchor->deliveries == 0) { // boundaries need tables from the first step on
+        if (node_launch(trainer) || node_take_delivery(trainer, 1)) return -1;
+        if (anchor->deliveries == 0) return error_set("the anchor gives no tables to begin with");
+    }
+    return node_launch(trainer);
+}
+
+// The anchor's own process
+// ------------------------------------------------------------------------------------------------
+
+// n floats from a role into tensor memory, as they travel (wire) or whole. 1: the role is out of the run meanwhile.
+static int node_take_floats(Trainer *trainer, int from, Wire wire, float *values, int64_t n) {
+    Mesh *mesh = &trainer->mesh;
+    Codec codec = mesh->codec;
+    codec.wire = wire;
+    for (int64_t at = 0; at < n;) {
+        Parcel *parcel = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, from);
+        if (parcel == NULL) {
+            if (!mesh->living[from / mesh->n_stages]) return 1;
+            if (node_poll(trainer->node, 1) < 0) return -1;
+            continue;
+        }
+        int64_t count = parcel->event.n_bytes / codec_size(&codec);
+        int failed = count < 1 || count > n - at ? error_set("role %d sends %lld weights where %lld are left", from,
+                                                             (long long)count, (long long)(n - at))
+                                                 : codec_decode_fp32(&codec, parcel->event.data, parcel->event.n_bytes,
+                                                                     values + at, count, trainer->stream);
+        stream_wait(trainer->stream);
+        parcel_free(parcel);
+        if (failed) return -1;
+        at += count;
+    }
+    return 0;
+}
+
+// Takes a snapshot whose first message is here, from all stages of its replica. Returns 0; 1: it will never be whole;
+// or -1.
+static int node_take_snapshot(Trainer *trainer, Parcel *first, int64_t *step) {
+    Mesh *mesh = &trainer->mesh;
+    Anchor *anchor = &trainer->anchor;
+    int lead = channel_parts(first->event.channel).from / mesh->n_stages, follows = anchor_follows(trainer), at = 0;
+    int result = first->event.n_bytes == (int64_t)sizeof *step ? 0 : error_set("a snapshot without its step");
+    if (result == 0) memcpy(step, first->event.data, sizeof *step);
+    for (int s = 0; s < mesh->n_stages && result == 0; s++) {
+        const Stage *stage = &mesh_cell(mesh, lead, s)->stage;
+        int from = cell_role(mesh, lead, s);
+        while (s > 0 && result == 0) { // the others' first messages say the same
+            Parcel *parcel = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, from);
+            parcel_free(parcel);
+            if (parcel != NULL) break;
+            result = !mesh->living[lead] ? 1 : node_poll(trainer->node, 1) < 0 ? -1 : 0;
+        }
+        for (int i = 0; i < stage->n_tensors && result == 0; i++, at++)
+            result = node_take_floats(trainer, from, follows ? WIRE_FP32 : anchor->wire,
+                                      anchor->stage.params + anchor->stage.tensors[at].offset, stage->tensors[i].n);
+    }
+    for (int s = 0; s < mesh->n_stages && result == 1; s++)
+        parcels_free(&trainer->node->inbox, CHANNEL_SNAPSHOT, cell_role(mesh, lead, s));
+    return result;
+}
+
+// Sends the factors in use, or the new ones, to all cells of the run.
+static int node_send_factors(Trainer *trainer, int in_use) {
+    Mesh *mesh = &trainer->mesh;
+    Node *node = trainer->node;
+    const Anchor *anchor = &trainer->anchor;
+    int64_t sent = 0;
+    for (int i = 0; i < mesh_cells(mesh); i++) {
+        Packer packer = {NULL, 0, 0, 0};
+        if (!mesh->living[mesh->cells[i].replica]) continue;
+        int failed = pack_factors(&packer, trainer, &mesh->cells[i].stage, in_use) ||
+                     node_carry(node, channel_number(CHANNEL_FACTORS, node->role, i, 0), packer.bytes, packer.n);
+        sent += packer.n;
+        packer_free(&packer);
+        if (failed) return -1;
+    }
+    if (in_use) return 0;
+    return node_tell(node, "factors",
+                     json_pack("{s:I, s:o, s:f, s:I, s:b}", "snapshot", (json_int_t)anchor->launched, "loss",
+                               real_or_null(anchor->loss), "seconds", anchor->seconds, "bytes", (json_int_t)sent,
+                               "useless", anchor->useless));
+}
+
+// The next snapshot to the thread, if there is one; what the last has given is in use then.
+static int node_serve_snapshot(Trainer *trainer) {
+    int64_t step = -1;
+    Anchor *anchor = &trainer->anchor;
+    Parcel *first = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, -1);
+    if (first == NULL) return 0;
+    int result = node_take_snapshot(trainer, first, &step);
+    parcel_free(first);
+    if (result < 0) return -1;
+    if (result > 0) return node_tell(trainer->node, "skip", json_pack("{s:I}", "snapshot", (json_int_t)step));
+    if (anchor_state(anchor, 0) == ANCHOR_READY) {
+        if (anchor_deliver(anchor)) return -1;
+        if (anchor->learns && !anchor->useless && learner_use(&trainer->mesh, &anchor->learner) < 0) return -1;
+    }
+    trainer->node->factors_sent = 0;
+    anchor_work(anchor, step);
+    return 0;
+}
+
+// Validation and shards -----------------------------------------------------------------------------------------------
+
+// The states that come over a boundary in a validation, or go.
+static int node_check_in(Trainer *trainer, Cell *cell, int N) {
+    Mesh *mesh = &trainer->mesh;
+    Link *link = link_before(mesh, mesh->check, cell);
+    int64_t n_bytes, expected = (int64_t)sizeof(floatX) * N * trainer->config.channels;
+    double arrival;
+    while (link_waiting(link) == 0)
+        if (node_poll(trainer->node, 1) < 0) return -1;
+    if (link_recv(link, mesh->message, mesh->message_bytes, &n_bytes, &arrival) != LINK_OK) return -1;
+    if (n_bytes != expected)
+        return error_set("validation: a boundary of %lld bytes where %lld are expected", (long long)n_bytes,
+                         (long long)expected);
+    device_copy(stage_input(&cell->stage, 0), mesh->message, (size_t)n_bytes, trainer->stream);
+    return 0;
+}
+
+static int node_check_out(Trainer *trainer, Cell *cell, int N) {
+    Mesh *mesh = &trainer->mesh;
+    int64_t n_bytes = (int64_t)sizeof(floatX) * N * trainer->config.channels;
+    device_copy(mesh->message, cell->stage.last, (size_t)n_bytes, trainer->stream);
+    return link_send(link_behind(mesh, mesh->check, cell), mesh->message, n_bytes, 0.0) ||
+                   node_throttle(trainer->node, trainer->node->role + 1)
+               ? -1
+               : 0;
+}
+
+// Held-out loss of the leading replica, whose cells compute it together; the last of them tells it.
+static int node_validate(Trainer *trainer) {
+    Node *node = trainer->node;
+    Cell *cell = node_cell(trainer);
+    Stage *stage = &cell->stage;
+    const Dataset *data = &trainer->data;
+    int T = data->T, lead = 0, result = 0;
+    int64_t n_windows = evaluation_windows(data, trainer->opts.val_tokens);
+    Evaluation eval;
+    Batch batch;
+    while (!node->drawing[lead]) lead++;
+    if (cell->replica != lead || n_windows == 0) return 0;
+    memset(&eval, 0, sizeof eval);
+    if (batch_alloc(&batch, stage->max_B, T)) result = -1;
+    stage_round(stage, trainer->stream);
+    for (int64_t w = 0; w < n_windows && result == 0; w += stage->max_B) {
+        int b = evaluation_read(&eval, data, w, n_windows, &batch);
+        if (!stage->has_embed) result = node_check_in(trainer, cell, b * T);
+        if (result != 0) break;
+        stage_forward(stage, 0, batch.tokens, b, T, NULL, NULL, trainer->stream);
+        if (stage->has_head)
+            evaluation_add(&eval, stage, &batch, b, &trainer->tokenizer, trainer->stream);
+        else
+            result = node_check_out(trainer, cell, b * T);
+        node->works++;
+    }
+    batch_free(&batch);
+    evaluation_end(&eval);
+    if (result != 0 || stream_check(trainer->stream)) return -1;
+    if (!stage->has_head) return 0;
+    return node_tell(node, "validation",
+                     json_pack("{s:I, s:o, s:o}", "step", (json_int_t)trainer->progress.step, "loss",
+                               real_or_null(eval.loss), "bits_per_byte", real_or_null(eval.bits_per_byte)));
+}
+
+// Sends a file of the scratch folder to the coordinator.
+static int node_send_state(Node *node, const char *path, int64_t step) {
+    return net_send_file(node->net, NODE_COORDINATOR,
+                         channel_number(CHANNEL_STATE, node->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path);
+}
+
+// Gives the coordinator the cell's shard, once what it needs is here.
+static int node_save(Trainer *trainer) {
+    char path[PATH_MAX], name[64];
+    Node *node = trainer->node;
+    const Cell *cell = node_cell(trainer);
+    const Progress *p = &trainer->progress;
+    Meeting *meeting = node_meeting(trainer);
+    int waits = meeting != NULL && meeting->is_open;
+    json_t *begun = json_array();
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
+    int finite = isfinite(sum_of_squares(cell->stage.params, cell->stage.arena_floats, trainer->stream));
+    json_t *go =
+        node_agree(trainer, GATE_SAVE,
+                   json_pack("{s:b, s:I, s:I, s:I, s:o, s:I}", "finite", finite, "adam_steps",
+                             (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples, "tokens",
+                             (json_int_t)p->tokens, "begun", begun, "launched", (json_int_t)trainer->anchor.launched),
+                   waits);
+    if (go == NULL) return -1;
+    int saves = json_is_true(json_object_get(go, "save"));
+    json_decref(go);
+    if (waits && meeting_commit(&trainer->mesh, meeting, &trainer->outer)) return -1;
+    if (!saves) return 0;
+    CellState about = cell_state(trainer, cell);
+    snprintf(name, sizeof name, "cell_%d_%lld.bin", node->role, (long long)p->step);
+    if (path_join(path, node->scratch, name) || cell_save(cell, &about, path, 1)) return -1;
+    return node_send_state(node, path, p->step);
+}
+
+// A file from a node into the scratch folder: path (PATH_MAX) = where it is. what: as the sender knows it.
+static int node_fetch(Node *node, uint32_t from, ChannelKind kind, const char *what, char *path) {
+    static const int64_t any_size = (int64_t)1 << 50;
+    uint64_t channel = channel_number(kind, from == NODE_COORDINATOR ? 0 : 1, node->role, 0);
+    if (path_join(path, node->scratch, what) || net_expect_file(node->net, from, channel, path, any_size)) return -1;
+    if (send_order(node->net, from,
+                   json_pack("{s:s, s:s, s:I}", "type", "want", "what", what, "channel", (json_int_t)channel)))
+        return -1;
+    for (;;) {
+        Parcel *parcel = parcels_take(&node->inbox, kind, -1);
+        if (parcel != NULL) {
+            parcel_free(parcel);
+            return 0;
+        }
+        if (node_poll(node, 1) < 0) return -1;
+    }
+}
+
+// Being placed
+// ----------------------------------------------------------------------------------------------------------
+
+// Nothing of what was going on is left: the coder's work, messages, averages.
+static void mesh_reset(Mesh *mesh) {
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        if (cell->outgoing.active) coder_wait(&mesh->coder, &cell->outgoing.job);
+        cell->outgoing.active = 0;
+        for (int d = 0; d < 2; d++) {
+            if (cell->incoming[d].active) coder_wait(&mesh->coder, &cell->incoming[d].job);
+            cell->incoming[d].active = 0;
+        }
+        stage_use(&cell->stage, cell->stage.params);
+        cell->skipped_in_a_row = 0;
+    }
+    for (int i = 0; i < mesh->n_replicas * (mesh->n_stages - 1); i++) {
+        link_empty(&mesh->forward[i]);
+        link_empty(&mesh->backward[i]);
+        link_empty(&mesh->check[i]);
+    }
+    for (int s = 0; s < mesh->n_stages && mesh->meetings != NULL; s++) meeting_close(&mesh->meetings[s]);
+}
+
+// A stage as it is before its first step, but for its weights.
+static int cell_clear(Trainer *trainer, Cell *cell) {
+    Stage *stage = &cell->stage;
+    float *arenas[] = {stage->m, stage->v, stage->delta, stage->outer, stage->error, stage->pending};
+    for (int i = 0; i < 6; i++)
+        if (arenas[i] != NULL) device_zero(arenas[i], sizeof(float) * (size_t)stage->arena_floats, trainer->stream);
+    stage->has_basis = 0, cell->updates = 0;
+    memset(&cell->total, 0, sizeof cell->total);
+    memset(&stage->nesterov, 0, sizeof stage->nesterov);
+    return cell->powersgd_q == NULL
+               ? 0
+               : cell_warm_start(&trainer->mesh, cell, &trainer->outer, (uint64_t)trainer->opts.seed);
+}
+
+// The weights of the cell from the coordinator's model file.
+static int node_fetch_weights(Trainer *trainer, Cell *cell) {
+    char path[PATH_MAX];
+    SafeTensors file;
+    if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "weights", path)) return -1;
+    if (safetensors_open(&file, path)) return -1;
+    int result = 0;
+    for (int i = 0; i < cell->stage.n_tensors && result == 0; i++) {
+        const Tensor *t = &cell->stage.tensors[i];
+        const SafeTensor *tensor = state_tensor(&file, t->name, t->n);
+        result = tensor == NULL ? -1 : stage_read(&cell->stage, cell->stage.params + t->offset, t->n, tensor, 0);
+    }
+    safetensors_close(&file);
+    unlink(path);
+    return result;
+}
+
+// The state of the cell at the step at which it is placed. from: {"weights": "init" | "file" | "keep", "shard": the
+// node that has it, or -1}.
+static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
+    char path[PATH_MAX];
+    Stage *stage = &cell->stage;
+    const char *weights = json_string_value(json_object_get(from, "weights"));
+    int64_t shard = json_integer_value(json_object_get(from, "shard"));
+    if (weights == NULL) return error_set("the coordinator does not say where weights come from");
+    if (strcmp(weights, "keep") == 0) return 0;
+    if (strcmp(weights, "init") == 0)
+        stage_init(stage, (uint64_t)trainer->opts.seed);
+    else if (strcmp(weights, "file") == 0 && node_fetch_weights(trainer, cell))
+        return -1;
+    if (stage->meets)
+        device_copy(stage->global, stage->params, sizeof(float) * (size_t)stage->arena_floats, trainer->stream);
+    if (cell_clear(trainer, cell)) return -1;
+    if (shard < 0) return 0;
+    CellState about = cell_state(trainer, cell);
+    if (node_fetch(trainer->node, (uint32_t)shard, CHANNEL_STATE, "shard", path)) return -1;
+    int result = cell_load(cell, &about, path, 0);
+    unlink(path);
+    return result;
+}
+
+// The embedding that the run has begun with, for predictions of the transform codec.
+static int node_fetch_embed(Trainer *trainer, const json_t *from) {
+    char path[PATH_MAX];
+    Mesh *mesh = &trainer->mesh;
+    const Tensor *tensor = &mesh_model(mesh, 0)->tensors[0];
+    float *embed = mesh->klt[0].embed;
+    SafeTensors file;
+    if (embed == NULL || trainer->node->has_embed) return 0;
+    trainer->node->has_embed = 1;
+    float *staging = (float *)device_host_alloc(sizeof(float) * STAGING);
+    if (staging == NULL) return error_set("out of memory for the staging buffer");
+    Stage stage;
+    memset(&stage, 0, sizeof stage);
+    stage.staging = staging, stage.stream = trainer->stream;
+    int result = 0;
+    if (json_is_true(json_object_get(from, "init"))) {
+        tensor_init(tensor, embed, staging, (uint64_t)trainer->opts.seed, trainer->stream);
+    } else {
+        result = node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "embed", path);
+        if (result == 0) result = safetensors_open(&file, path);
+        if (result == 0) {
+            const SafeTensor *from_file = state_tensor(&file, tensor->name, tensor->n);
+            result = from_file == NULL ? -1 : stage_read(&stage, embed, tensor->n, from_file, 0);
+            safetensors_close(&file);
+            unlink(path);
+        }
+    }
+    device_host_free(staging);
+    return result != 0 ? -1 : mesh_share_embed(mesh);
+}
+
+// The anchor's state: of a checkpoint, or none. What is in use goes to the cells, which have lost it.
+static int node_fetch_anchor(Trainer *trainer, const json_t *from) {
+    char path[PATH_MAX];
+    const json_t *saved = json_object_get(from, "anchor");
+    if (!json_is_object(saved)) return 0;
+    if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "anchor.bin", path)) return -1;
+    if (anchor_load(trainer, trainer->node->scratch, from)) return -1;
+    unlink(path);
+    trainer->node->factors_sent = 0;
+    return trainer->anchor.deliveries > 0 ? node_send_factors(trainer, 1) : 0;
+}
+
+// What the epoch begins with, as all know it.
+static int node_enter(Trainer *trainer, const json_t *order) {
+    Node *node = trainer->node;
+    Progress *p = &trainer->progress;
+    Anchor *anchor = &trainer->anchor;
+    const json_t *begun = json_object_get(order, "begun");
+    node->epoch = (uint32_t)json_integer_value(json_object_get(order, "epoch"));
+    node->turn = 0, node->average = -1, node->interrupted = 0, node->skipped = -1;
+    p->step = json_size(json_object_get(order, "step")), p->samples = json_size(json_object_get(order, "samples"));
+    p->adam_steps = json_size(json_object_get(order, "adam_steps"));
+    p->tokens = json_size(json_object_get(order, "tokens"));
+    if (p->step < 0 || p->samples < 0 || p->adam_steps < 0 || p->tokens < 0 || p->step > trainer->n_steps)
+        return error_set("the coordinator does not say where the run is");
+    node->open = gate_number(p->step, 0) - 1;
+    json_decref(node->go);
+    node->go = NULL;
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        trainer->outer.begun[f] = json_integer_value(json_array_get(begun, (size_t)f));
+    if (node_cell(trainer) != NULL) anchor->launched = json_integer_value(json_object_get(order, "launched"));
+    node->anchor_up = json_is_true(json_object_get(order, "has_anchor"));
+    net_generation(node->net, node->epoch);
+    return read_members(json_object_get(order, "living"), trainer->mesh.living, trainer->mesh.n_replicas) ||
+                   node_meet(node, json_object_get(order, "nodes")) || node_sort(node)
+               ? -1
+               : 0;
+}
+
+// Takes the place that was ordered, and waits until all have theirs.
+static int node_take_place(Trainer *trainer) {
+    Node *node = trainer->node;
+    Cell *cell = node_cell(trainer);
+    json_t *order = node->place;
+    const json_t *from = json_object_get(order, "from");
+    node->place = NULL;
+    mesh_reset(&trainer->mesh);
+    parcels_free(&node->inbox, CHANNEL_KINDS, -1);
+    parcel_free(node->factors);
+    node->factors = NULL;
+    int failed = node_enter(trainer, order) || node_fetch_embed(trainer, from) ||
+                 (cell != NULL ? node_fetch_cell(trainer, cell, from) : node_fetch_anchor(trainer, from));
+    if (!failed && cell != NULL && json_is_true(json_object_get(order, "factors"))) {
+        Parcel *parcel = NULL;
+        while (!failed && (parcel = parcels_take(&node->inbox, CHANNEL_FACTORS, -1)) == NULL)
+            failed = node_poll(node, 1) < 0;
+        if (!failed) failed = node_use_factors(trainer, &parcel->event);
+        parcel_free(parcel);
+    }
+    if (!failed) failed = stream_check(trainer->stream);
+    if (!failed) failed = node_tell(node, "at", json_pack("{s:I}", "epoch", (json_int_t)node->epoch));
+    while (!failed && node->go == NULL) failed = node_poll(node, 1) < 0;
+    if (!failed) failed = node_heed(node, node->go);
+    json_decref(order);
+    json_decref(node->go);
+    node->go = NULL;
+    return failed ? -1 : 0;
+}
+
+// Training ------------------------------------------------------------------------------------------------------------
+
+// One step of the cell (train_step).
+static int node_step(Trainer *trainer, Batch *batches) {
+    Node *node = trainer->node;
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    StepResult result;
+    int64_t step = trainer->progress.step, valid = begin_step(trainer, batches, &result);
+    Pass pass = {batches, step, 1, 1, NULL};
+    if (valid < 0 || mesh_run(mesh, cell->replica, cell->replica + 1, &pass)) return -1;
+    if (trainer->dp == MESH_DP_DENSE && node_sum_gradients(trainer)) return -1;
+    result.loss = cell->loss_sum;
+    measure_cells(trainer, &result);
+    int due = node_average_due(trainer, step + 1);
+    const int64_t *bytes = cell->step.bytes;
+    json_t *go =
+        node_agree(trainer, GATE_STEP,
+                   json_pack("{s:o, s:I, s:o, s:[I,I,I,I]}", "loss", real_or_null(cell->loss_sum), "valid",
+                             (json_int_t)batches[cell->replica].n_valid, "norm", real_or_null(cell->grad_norm), "bytes",
+                             (json_int_t)bytes[0], (json_int_t)bytes[1], (json_int_t)bytes[2], (json_int_t)bytes[3]),
+                   due);
+    if (go == NULL) return -1;
+    result.finite = json_is_true(json_object_get(go, "apply"));
+    json_decref(go);
+    if (due && meeting_commit(mesh, node_meeting(trainer), &trainer->outer)) return -1;
+    node->works++;
+    return end_step(trainer, &result);
+}
+
+// Trains from the place on until the coordinator has something else in mind. 0, or -1: interrupted or failed.
+static int node_train(Trainer *trainer, Batch *batches) {
+    Node *node = trainer->node;
+    Progress *p = &trainer->progress;
+    if (p->step == 0 && node_validate(trainer)) return -1;
+    while (p->step < trainer->n_steps && node->then == THEN_RUN) {
+        if (node_step(trainer, batches)) return -1;
+        int last = p->step == trainer->n_steps || node->then == THEN_STOP;
+        if ((is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) && node_validate(trainer)) return -1;
+        if ((last || is_due(p->step, trainer->save_every)) && node_save(trainer)) return -1;
+    }
+    while (node_poll(node, 1) >= 0) continue; // to be placed, or the end
+    return -1;
+}
+
+// The anchor's state for the coordinator, once it is through with the snapshot that the cells have launched last.
+static int node_save_anchor(Trainer *trainer) {
+    char path[PATH_MAX];
+    Node *node = trainer->node;
+    Anchor *anchor = &trainer->anchor;
+    int64_t wanted = json_integer_value(json_object_get(node->save, "launched"));
+    int64_t step = json_integer_value(json_object_get(node->save, "step"));
+    if (anchor_state(anchor, 0) == ANCHOR_WORKING || anchor->launched < wanted) return 0;
+    json_decref(node->save);
+    node->save = NULL;
+    if (anchor_save(trainer, node->scratch) || path_join(path, node->scratch, "anchor.bin")) return -1;
+    if (node_tell(node, "anchor", json_pack("{s:I, s:o}", "step", (json_int_t)step, "anchor", anchor_to_json(anchor))))
+        return -1;
+    return node_send_state(node, path, step);
+}
+
+// The anchor's life from its place on.
+static int node_serve(Trainer *trainer) {
+    Node *node = trainer->node;
+    Anchor *anchor = &trainer->anchor;
+    while (node_poll(node, 1) >= 0) {
+        AnchorState state = anchor_state(anchor, 0);
+        if (state == ANCHOR_FAILED) return anchor_deliver(anchor);
+        if (state == ANCHOR_READY && !node->factors_sent) {
+            if (node_send_factors(trainer, 0)) return -1;
+            node->factors_sent = 1;
+        }
+        if (node->save != NULL && node_save_anchor(trainer)) return -1;
+        if (state != ANCHOR_WORKING && node_serve_snapshot(trainer)) return -1;
+        node->works++;
+    }
+    return -1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5989,6 +6929,11 @@ static int given_in_vain(const Trainer *trainer, const char *const *names, const
 // 1 if boundaries travel compressed.
 static int is_compressed(const Options *opts) {
     return opts->codec == CODEC_MASK ? opts->mask_rate > 0.0f : opts->codec != CODEC_NONE;
+}
+
+// 1 in the first process of several.
+static int is_host(const Options *opts) {
+    return opts->host[0] != '\0';
 }
 
 // The mesh: how many cells, who is the anchor, how replicas meet.
@@ -6216,16 +7161,99 @@ static int print_generation(Trainer *trainer) {
     return result;
 }
 
+// Setting up ----------------------------------------------------------------------------------------------------------
+
+// Options that a joiner may give; the coordinator says the others.
+static const char *const joiner_options[] = {"join", "listen",         "out",   "data", "val-data", "threads",
+                                             "gpus", "anchor-threads", "coder", NULL};
+
+static int check_joiner(const Trainer *trainer) {
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        int allowed = !trainer->given[i];
+        for (int j = 0; joiner_options[j] != NULL; j++) allowed |= strcmp(joiner_options[j], option_table[i].name) == 0;
+        if (!allowed) return error_set("--%s is for the coordinator to say; leave it out", option_table[i].name);
+    }
+    return 0;
+}
+
+// The data as the coordinator has them: its own file, or what was given here if it is the same.
+static int node_open_data(Trainer *trainer) {
+    char path[PATH_MAX];
+    Dataset *data = &trainer->data;
+    const json_t *setup = trainer->node->setup;
+    if (is_given(trainer, "data")) {
+        if (open_data(trainer)) return -1;
+    } else {
+        if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_DATA, "data", path)) return -1;
+        int result = dataset_load(data, path, trainer->config.vocab);
+        unlink(path);
+        if (result != 0) return -1;
+        dataset_finish(data, trainer->T);
+    }
+    json_t *hash = data_hashes(trainer);
+    int same = json_equal(hash, json_object_get(setup, "data"));
+    json_decref(hash);
+    return same ? 0 : error_set("the data differ from the coordinator's; leave -d out, or give the same files");
+}
+
+// Settings, model and role of the coordinator's setup.
+static int node_settle_in(Trainer *trainer) {
+    Node *node = trainer->node;
+    const json_t *setup = node->setup, *tokenizer;
+    const char *version = json_string_value(json_object_get(setup, "meshtune"));
+    if (version == NULL || strcmp(version, MESHTUNE_VERSION) != 0)
+        return error_set("the coordinator runs meshtune %.40s, this is %s; use the same everywhere",
+                         version != NULL ? version : "of another age", MESHTUNE_VERSION);
+    if (cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, json_object_get(setup, "options")) ||
+        config_from_json(&trainer->config, json_object_get(setup, "config"), "the coordinator's config"))
+        return -1;
+    trainer->side_files = json_deep_copy(json_object_get(setup, "side_files"));
+    if (!json_is_object(trainer->side_files)) return error_set("the coordinator sends no tokenizer");
+    tokenizer = json_object_get(trainer->side_files, "tokenizer.json");
+    tokenizer_open(&trainer->tokenizer, json_string_value(tokenizer), trainer->config.vocab);
+    node->role = (int)json_integer_value(json_object_get(setup, "role"));
+    return 0;
+}
+
+// Which of the mesh's cells are of this process.
+static int node_host(Trainer *trainer) {
+    Node *node = trainer->node;
+    Mesh *mesh = &trainer->mesh;
+    int anchor = trainer->anchored ? mesh_cells(mesh) : -1;
+    if (node->role < 0 || (node->role >= mesh_cells(mesh) && node->role != anchor))
+        return error_set("the coordinator gives role %d in a mesh of %d cells", node->role, mesh_cells(mesh));
+    for (int i = 0; i < mesh_cells(mesh); i++) mesh->cells[i].hosted = i == node->role;
+    mesh->node = node, node->mesh = mesh;
+    node_connect_boundaries(node);
+    return 0;
+}
+
+// What a cell needs of the anchor that is elsewhere: room for factors and tables.
+static int node_start_anchor(Trainer *trainer) {
+    Anchor *anchor = &trainer->anchor;
+    const Cell *cell = node_cell(trainer);
+    anchor->launched = anchor->delivered = -1;
+    for (int i = 0; i < 2; i++) {
+        if (anchor->filters && factor_set_alloc(&anchor->sets[i], &cell->stage, anchor->rank)) return -1;
+        if (anchor->corrects && factor_set_alloc(&anchor->bias[i], &cell->stage, anchor->rank)) return -1;
+    }
+    return anchor->learns ? learner_alloc_tables(&anchor->learner) : 0;
+}
+
 // Opens model and data, decides what is left open, and counts the memory; no large allocation yet.
 static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     int B, T, n_replicas = 1, n_stages = 1, training = action == ACTION_TRAIN;
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
-    if (open_model(trainer, file) || decide(trainer)) return -1;
+    if ((!is_node(trainer) && open_model(trainer, file)) || decide(trainer)) return -1;
     if (decide_mesh(trainer, training, &n_replicas, &n_stages)) return -1;
     // without training only a masked evaluation has boundaries
     if (!training && !(action == ACTION_EVAL && opts->eval_masked)) n_stages = 1;
+    trainer->base = trainer->config;
     if (mesh_table(mesh, &trainer->config, n_replicas, n_stages, trainer->T)) return -1;
+    if (is_node(trainer) && node_host(trainer)) return -1;
+    if (is_host(opts)) // only to plan: the memory that is told is one cell's
+        for (int i = 1; i < mesh_cells(mesh); i++) mesh->cells[i].hosted = 0;
     if (decide_gpus(trainer, training)) return -1;
     trainer->config = mesh_model(mesh, 0)->config;
     for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
@@ -6233,7 +7261,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
     if (decide_outer(trainer) || (training && decide_optimizer(trainer))) return -1;
     int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL;
-    if (needs_data && open_data(trainer)) return -1;
+    if (needs_data && (is_node(trainer) ? node_open_data(trainer) : open_data(trainer))) return -1;
     if (training && decide_steps(trainer)) return -1;
     decide_size(trainer, action, &B, &T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
@@ -6251,7 +7279,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     mesh->asynchronous = training && opts->schedule == SCHEDULE_ASYNC, mesh->stash = !opts->no_stash;
     if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
     decide_rounding(trainer);
-    if (training || opts->dry_run) print_plan(trainer);
+    if ((training && !is_node(trainer)) || opts->dry_run) print_plan(trainer);
     return 0;
 }
 
@@ -6281,6 +7309,7 @@ static int start_anchor(Trainer *trainer) {
     if (anchor->learns && mesh_alloc_klt(&trainer->mesh, learner->predicts)) return -1;
     if (coder_has_thread(trainer) && mesh_start_coder(&trainer->mesh)) return -1;
     learner->embed = trainer->mesh.klt[0].embed, learner->tables = trainer->mesh.klt[0].tables;
+    if (is_node(trainer) && node_cell(trainer) != NULL) return node_start_anchor(trainer);
     return anchor_start(anchor, &trainer->config, opts->recompute);
 }
 
@@ -6292,15 +7321,958 @@ static int load(Trainer *trainer, ModelFile *file) {
     if (mesh_fits(trainer)) return -1;
     if (stream_create(&trainer->stream, trainer->precision, trainer->threads)) return -1;
     if (mesh_alloc(mesh, trainer->stream)) return -1;
-    if (file->n_shards > 0) {
+    if (is_node(trainer)) { // weights come when it is placed
+    } else if (file->n_shards > 0) {
         if (model_load(model, file, trainer->opts.check_weights)) return -1;
     } else {
         for (Stage *stage = model; stage != NULL; stage = stage->next) stage_init(stage, seed);
     }
-    mesh_spread(mesh);
+    if (!is_node(trainer)) mesh_spread(mesh);
     if (mesh_alloc_ends(mesh, mesh_samples(trainer))) return -1;
     if (mesh_meet(mesh, &trainer->outer, seed)) return -1;
     return trainer->anchored ? start_anchor(trainer) : 0;
+}
+
+static void node_free(Node *node) {
+    if (node == NULL) return;
+    if (node->net != NULL) net_close(node->net);
+    parcels_free(&node->inbox, CHANNEL_KINDS, -1);
+    parcels_free(&node->early, CHANNEL_KINDS, -1);
+    parcel_free(node->factors);
+    json_t *orders[] = {node->go, node->setup, node->place, node->save, node->wants};
+    for (int i = 0; i < 5; i++) json_decref(orders[i]);
+    if (node->scratch[0] != '\0') file_remove_folder(node->scratch);
+    free(node);
+}
+
+static void trainer_free(Trainer *trainer) {
+    anchor_stop(&trainer->anchor);
+    device_free(trainer->leading.directions);
+    mesh_free(&trainer->mesh);
+    json_decref(trainer->side_files);
+    dataset_close(&trainer->data);
+    stream_destroy(trainer->stream);
+    node_free(trainer->node);
+}
+
+// From the first word with the coordinator to the last.
+static int node_live(Trainer *trainer) {
+    Node *node = trainer->node;
+    Batch *batches = NULL;
+    ModelFile none;
+    memset(&none, 0, sizeof none);
+    while (node->setup == NULL)
+        if (node_pump(node, 1) < 0 || node->ended) return node->ended ? 0 : -1;
+    node->interrupted = 0;
+    if (node_settle_in(trainer) || prepare(trainer, &none, ACTION_TRAIN) || load(trainer, &none)) return -1;
+    int n = trainer->mesh.n_replicas, result = 0;
+    batches = (Batch *)calloc((size_t)n, sizeof(Batch));
+    if (batches == NULL) return error_set("out of memory for batches");
+    for (int r = 0; r < n && result == 0; r++) result = batch_alloc(&batches[r], trainer->opts.batch, trainer->T);
+    node->idle = node_average, node->context = trainer;
+    if (result == 0) result = node_tell(node, "loaded", json_object());
+    while (result == 0 && !node->ended) {
+        if (node->place == NULL) {
+            if (node_pump(node, 1) < 0) result = -1;
+            continue;
+        }
+        if (node_take_place(trainer) == 0) {
+            if (node_cell(trainer) != NULL)
+                node_train(trainer, batches);
+            else
+                node_serve(trainer);
+        }
+        if (!node->interrupted) result = -1;
+    }
+    for (int r = 0; r < n; r++) batch_free(&batches[r]);
+    free(batches);
+    return node->ended ? 0 : result;
+}
+
+// Joins the run of a token.
+static int node_join(Trainer *trainer, const char *token_text) {
+    NetToken token;
+    const Options *opts = &trainer->opts;
+    if (check_joiner(trainer) || net_token_parse(&token, token_text)) return -1;
+    Node *node = trainer->node = (Node *)calloc(1, sizeof(Node));
+    if (node == NULL) return error_set("out of memory for a node");
+    node->role = -1, node->wants = json_array(), node->open = -1;
+    node->carrier.send = node_carry, node->carrier.context = node;
+    const char *temporary = getenv("TMPDIR");
+    snprintf(node->scratch, sizeof node->scratch, "%s/meshtune-XXXXXX", temporary != NULL ? temporary : "/tmp");
+    if (mkdtemp(node->scratch) == NULL) {
+        int reason = errno;
+        node->scratch[0] = '\0';
+        return error_set("a folder for files on their way: mkdtemp: %s", strerror(reason));
+    }
+    node->net = net_join(&token, strcmp(opts->listen, "none") == 0 ? NULL : opts->listen, NULL);
+    if (node->net == NULL) return -1;
+    return node_live(trainer);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Coordinator: the first process of a mesh of several. It has the run's folder and the settings, but no cell of the
+// model: a thread beside it joins like any other node, unless --no-cell. It gives roles to who joins, places all at a
+// step, opens the gates that all have reached, takes their shards, and takes out of the run who is not heard of.
+//
+//   FORMING --all that a run begins with are ready--> PLACING --all have their state--> GOING --last shards--> OVER
+//      ^                                                 ^                                |
+//      |                                                 +---- at a boundary: the lost are replaced
+//      +---------------------------------- no replica is whole any more ------------------+
+
+typedef enum { RUN_FORMING, RUN_PLACING, RUN_GOING, RUN_OVER } RunPhase;
+
+// How a member is reached, and what it has said at the gate.
+typedef struct {
+    uint32_t node;
+    char endpoint[NET_ENDPOINT], key[NET_KEY];
+    json_t *report;
+} Contact;
+
+typedef struct {
+    Trainer *trainer;
+    const ModelFile *file; // of the base model; no shards: --init
+    Net *net;
+    NetKeys keys;
+    Membership members;
+    Contact *contacts;
+    int n_contacts;
+    uint32_t next_node, epoch;
+    int turn;
+    RunPhase phase;
+    int64_t gate;     // the last that was opened
+    int64_t waits;    // a gate that waits until shards are here, -1: none
+    int64_t restored; // step of the checkpoint that cells begin with, -1: none
+    int64_t launched; // the last snapshot
+    json_t *line;     // of the last step, until its validation is known
+    double step_began, step_seconds;
+    int skipped_in_a_row, stops; // the next step is the last
+    int64_t factor_bytes;        // the anchor has sent since the last step
+    json_t *factors;             // what the anchor has told of the last ones
+    // shards on their way
+    int64_t saving; // step, -1: none
+    int shards_left;
+    json_t *anchor; // the anchor's state, as run.json has it
+    json_t *saved;  // run.json
+    char scratch[PATH_MAX];
+    // the thread that has a cell
+    pthread_t thread;
+    int has_thread;
+    Trainer *guest;
+    char token[NET_TOKEN];
+} Coordinator;
+
+static Contact *contact_of(const Coordinator *c, uint32_t node) {
+    for (int i = 0; i < c->n_contacts; i++)
+        if (c->contacts[i].node == node) return &c->contacts[i];
+    return NULL;
+}
+
+static int member_is_cell(const Coordinator *c, const Member *member) {
+    return member->role >= 0 && member->role < membership_cells(&c->members);
+}
+
+// 1 for a replica that is in the run or being placed.
+static int replica_lives(const Coordinator *c, int replica) {
+    return membership_has(&c->members, replica, MEMBER_PLACED);
+}
+
+static json_t *living_to_json(const Coordinator *c) {
+    json_t *list = json_array();
+    for (int r = 0; r < c->members.n_replicas; r++)
+        if (replica_lives(c, r)) json_array_append_new(list, json_integer(r));
+    return list;
+}
+
+// Who is in the run, and how to reach them.
+static json_t *nodes_to_json(const Coordinator *c) {
+    json_t *list = json_array();
+    for (int i = 0; i < c->members.n; i++) {
+        const Member *member = &c->members.members[i];
+        const Contact *contact = contact_of(c, member->node);
+        if (member->state < MEMBER_PLACED || contact == NULL) continue;
+        json_t *entry =
+            json_pack("{s:i, s:I, s:s}", "role", member->role, "node", (json_int_t)member->node, "key", contact->key);
+        if (contact->endpoint[0] != '\0') json_object_set_new(entry, "endpoint", json_string(contact->endpoint));
+        json_array_append_new(list, entry);
+    }
+    return list;
+}
+
+// An order to all that are placed; only_cells: not to the anchor. Takes over the reference.
+static int order_all(Coordinator *c, json_t *order, int only_cells) {
+    int result = 0;
+    for (int i = 0; i < c->members.n && result == 0; i++) {
+        const Member *member = &c->members.members[i];
+        if (member->state < MEMBER_PLACED || (only_cells && !member_is_cell(c, member))) continue;
+        result = send_order(c->net, member->node, json_deep_copy(order));
+    }
+    json_decref(order);
+    return result;
+}
+
+// Roles
+// ------------------------------------------------------------------------------------------------------------------
+
+// The settings of the run and what a role needs to know.
+static json_t *setup_order(const Coordinator *c, int role) {
+    static const char *const own[] = {"model",        "init",           "data",     "val-data", "out",
+                                      "host",         "join",           "listen",   "resume",   "threads",
+                                      "gpus",         "anchor-threads", "generate", "export",   "coder",
+                                      "min-replicas", "no-cell",        "dry-run",  NULL};
+    const Trainer *trainer = c->trainer;
+    json_t *options = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
+    for (int i = 0; own[i] != NULL; i++) json_object_del(options, own[i]);
+    json_object_set_new(options, "steps", json_integer((json_int_t)trainer->n_steps));
+    return json_pack("{s:s, s:s, s:i, s:o, s:o, s:O, s:o}", "type", "setup", "meshtune", MESHTUNE_VERSION, "role", role,
+                     "options", options, "config", config_to_json(&trainer->base, "float32"), "side_files",
+                     trainer->side_files, "data", data_hashes(trainer));
+}
+
+// Gives the roles that are free to members without one.
+static int give_roles(Coordinator *c) {
+    for (int i = 0; i < c->members.n; i++) {
+        Member *member = &c->members.members[i];
+        int role = member->state == MEMBER_SPARE ? membership_vacancy(&c->members) : -1;
+        if (role < 0) continue;
+        member->role = role, member->state = MEMBER_LOADING;
+        if (send_order(c->net, member->node, setup_order(c, role))) return -1;
+    }
+    return 0;
+}
+
+static const char *role_text(const Coordinator *c, int role, char *text, size_t size) {
+    int S = c->members.n_stages;
+    if (role == membership_cells(&c->members))
+        snprintf(text, size, "the anchor");
+    else
+        snprintf(text, size, "replica %d stage %d", role / S, role % S);
+    return text;
+}
+
+// Somebody asks to join.
+static int admit_node(Coordinator *c, const NetEvent *event) {
+    char host[NET_TEXT], text[64];
+    uint32_t id = c->next_node++;
+    Contact *contacts = (Contact *)realloc(c->contacts, sizeof(Contact) * (size_t)(c->n_contacts + 1));
+    if (contacts == NULL) return error_set("out of memory for a node");
+    c->contacts = contacts;
+    Contact *contact = &contacts[c->n_contacts++];
+    memset(contact, 0, sizeof *contact);
+    contact->node = id;
+    memcpy(contact->key, event->public_key, sizeof contact->key);
+    snprintf(host, sizeof host, "%s", event->text);
+    if (event->port > 0) snprintf(contact->endpoint, sizeof contact->endpoint, "tcp://%.240s:%d", host, event->port);
+    if (net_admit(c->net, event->from, id) || membership_add(&c->members, id) == NULL || give_roles(c)) return -1;
+    const Member *member = membership_find(&c->members, id);
+    run_clear_line(&c->trainer->run);
+    printf("node %u from %s: %s\n", id, host,
+           member->role < 0 ? "a spare" : role_text(c, member->role, text, sizeof text));
+    fflush(stdout);
+    return 0;
+}
+
+// Places
+// ------------------------------------------------------------------------------------------------------------------
+
+// path (PATH_MAX) = the shard of a cell in the checkpoint of a step, or of another replica's cell of that stage.
+static int checkpoint_shard(const Trainer *trainer, int64_t step, int replica, int stage, char *path) {
+    char folder[PATH_MAX];
+    if (checkpoint_path(folder, trainer->run.path, step, "") || shard_path(path, folder, replica, stage)) return -1;
+    for (int r = 0; r < trainer->mesh.n_replicas && !file_exists(path); r++)
+        if (shard_path(path, folder, r, stage)) return -1;
+    return file_exists(path) ? 0 : error_set("%s: there is no shard of stage %d", folder, stage);
+}
+
+// 1 if a shard has its cell's parameters beside the rest.
+static int shard_has_params(const char *path, const Stage *stage) {
+    char name[128];
+    SafeTensors file;
+    if (safetensors_open(&file, path)) return 0;
+    snprintf(name, sizeof name, "p.%s", stage->tensors[0].name);
+    int has = safetensors_find(&file, name) != NULL;
+    safetensors_close(&file);
+    return has;
+}
+
+// Where a member's state comes from.
+static json_t *place_source(const Coordinator *c, const Member *member) {
+    char path[PATH_MAX];
+    const Trainer *trainer = c->trainer;
+    int is_init = c->file->n_shards == 0, S = c->members.n_stages;
+    json_t *from = json_pack("{s:b}", "init", is_init && trainer->opts.model[0] == '\0');
+    if (!member_is_cell(c, member)) {
+        if (c->restored >= 0 && c->anchor != NULL) json_object_set(from, "anchor", c->anchor);
+        return from;
+    }
+    int64_t shard = c->restored >= 0 ? NODE_COORDINATOR : -1;
+    const char *weights = is_init ? "init" : "file";
+    if (c->restored >= 0) {
+        int held = checkpoint_shard(trainer, c->restored, member->role / S, member->role % S, path) == 0 &&
+                   shard_has_params(path, &mesh_cell(&trainer->mesh, 0, member->role % S)->stage);
+        weights = held ? "none" : "file";
+    }
+    json_object_set_new(from, "weights", json_string(weights));
+    json_object_set_new(from, "shard", json_integer((json_int_t)shard));
+    return from;
+}
+
+// Begins an epoch at the step at which the run is: with all whole replicas, and the anchor if it is there.
+static int place_all(Coordinator *c) {
+    const Trainer *trainer = c->trainer;
+    const Progress *p = &trainer->progress;
+    Membership *m = &c->members;
+    int anchor = membership_has_anchor(m, MEMBER_READY), whole[MESH_MAX_REPLICAS], result = 0;
+    c->epoch++, c->turn = 0, c->phase = RUN_PLACING, c->gate = gate_number(p->step, 0) - 1;
+    for (int r = 0; r < m->n_replicas; r++) whole[r] = membership_has(m, r, MEMBER_READY);
+    for (int i = 0; i < m->n; i++) {
+        Member *member = &m->members[i];
+        if (member->state < MEMBER_READY) continue;
+        if (member_is_cell(c, member) ? whole[member->role / m->n_stages] : anchor)
+            member->state = MEMBER_PLACED, member->gate = c->gate;
+    }
+    json_t *begun = json_array();
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
+    net_generation(c->net, c->epoch);
+    int has_factors = json_integer_value(json_object_get(c->anchor, "deliveries")) > 0;
+    for (int i = 0; i < m->n && result == 0; i++) {
+        const Member *member = &m->members[i];
+        if (member->state != MEMBER_PLACED) continue;
+        json_t *order =
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:O, s:I, s:o, s:o, s:o, s:b, s:b}", "type", "place", "epoch",
+                      (json_int_t)c->epoch, "step", (json_int_t)p->step, "samples", (json_int_t)p->samples,
+                      "adam_steps", (json_int_t)p->adam_steps, "tokens", (json_int_t)p->tokens, "begun", begun,
+                      "launched", (json_int_t)c->launched, "living", living_to_json(c), "nodes", nodes_to_json(c),
+                      "from", place_source(c, member), "has_anchor", anchor, "factors", has_factors);
+        result = send_order(c->net, member->node, order);
+    }
+    json_decref(begun);
+    return result;
+}
+
+// What every opened gate says.
+static json_t *go_order(const Coordinator *c, int64_t gate, int then) {
+    return json_pack("{s:s, s:I, s:o, s:b, s:i}", "type", "go", "gate", (json_int_t)gate, "living", living_to_json(c),
+                     "anchor", membership_has_anchor(&c->members, MEMBER_PLACED), "then", then);
+}
+
+// A member has its state; once all have, the run goes on.
+static int member_is_at(Coordinator *c, Member *member, const json_t *about) {
+    if (json_integer_value(json_object_get(about, "epoch")) != (json_int_t)c->epoch) return 0;
+    if (member->state != MEMBER_PLACED) return 0;
+    member->state = MEMBER_RUNNING;
+    for (int i = 0; i < c->members.n; i++)
+        if (c->members.members[i].state == MEMBER_PLACED) return 0;
+    c->phase = RUN_GOING, c->step_began = seconds();
+    return order_all(c, go_order(c, c->gate, THEN_RUN), 0);
+}
+
+static int try_begin(Coordinator *c) {
+    return c->phase == RUN_FORMING && membership_may_begin(&c->members) ? place_all(c) : 0;
+}
+
+// Files that nodes want -----------------------------------------------------------------------------------------------
+
+// Writes n tensors of a stage's table from the base model as a file of their own.
+static int write_weights(const ModelFile *file, const Tensor *tensors, int n, const char *path) {
+    SafeTensorsWriter writer;
+    float *staging = (float *)malloc(sizeof(float) * STAGING);
+    if (staging == NULL) return error_set("out of memory for weights");
+    int result = safetensors_writer_init(&writer, NULL);
+    for (int i = 0; i < n && result == 0; i++)
+        result = safetensors_declare(&writer, tensors[i].name, DTYPE_F32, tensors[i].shape, tensors[i].n_dims);
+    if (result == 0) result = safetensors_begin(&writer, path);
+    for (int i = 0; i < n && result == 0; i++) {
+        const char *where;
+        const SafeTensor *from = model_file_find(file, tensor_source(&tensors[i], file), &where);
+        for (int64_t at = 0; at < tensors[i].n && result == 0; at += STAGING) {
+            int64_t count = tensors[i].n - at < STAGING ? tensors[i].n - at : STAGING;
+            result = from == NULL ? error_set("%s is not in the model's file", tensors[i].name)
+                                  : safetensor_read(staging, from, at, count);
+            if (result == 0) safetensors_append(&writer, staging, count, DTYPE_F32);
+        }
+    }
+    free(staging);
+    return result == 0 ? file_writer_close(&writer.file) : -1;
+}
+
+// The same of the embedding the run has begun with, which the anchor's state holds.
+static int write_embed(const Coordinator *c, const char *path) {
+    char folder[PATH_MAX], from[PATH_MAX];
+    SafeTensors file;
+    SafeTensorsWriter writer;
+    const Tensor *tensor = &mesh_cell(&c->trainer->mesh, 0, 0)->stage.tensors[0];
+    if (checkpoint_path(folder, c->trainer->run.path, c->restored, "") || path_join(from, folder, "anchor.bin") ||
+        safetensors_open(&file, from))
+        return -1;
+    const SafeTensor *embed = state_tensor(&file, "klt.embed", tensor->n);
+    int result = embed == NULL ? -1 : safetensors_writer_init(&writer, NULL);
+    if (result == 0) result = safetensors_declare(&writer, tensor->name, DTYPE_F32, tensor->shape, tensor->n_dims);
+    if (result == 0) result = safetensors_begin(&writer, path);
+    if (result == 0) file_write(&writer.file, embed->data, sizeof(float) * (size_t)tensor->n);
+    if (result == 0) result = file_writer_close(&writer.file);
+    safetensors_close(&file);
+    return result;
+}
+
+// path (PATH_MAX) = the file that a member wants, made if it is not there.
+static int find_wanted(Coordinator *c, const Member *member, const char *what, char *path) {
+    char name[64];
+    const Trainer *trainer = c->trainer;
+    int stage = member_is_cell(c, member) ? member->role % c->members.n_stages : 0;
+    const Stage *table = &mesh_cell(&trainer->mesh, 0, stage)->stage;
+    if (strcmp(what, "shard") == 0)
+        return checkpoint_shard(trainer, c->restored, member->role / c->members.n_stages, stage, path);
+    if (strcmp(what, "anchor.bin") == 0) {
+        char folder[PATH_MAX];
+        return checkpoint_path(folder, trainer->run.path, c->restored, "") || path_join(path, folder, what) ? -1 : 0;
+    }
+    snprintf(name, sizeof name, strcmp(what, "weights") == 0 ? "%s_%d" : "%s", what, stage);
+    if (path_join(path, c->scratch, name)) return -1;
+    if (file_exists(path)) return 0;
+    if (strcmp(what, "data") == 0) return dataset_save(&trainer->data, path);
+    if (strcmp(what, "weights") == 0) return write_weights(c->file, table->tensors, table->n_tensors, path);
+    if (strcmp(what, "embed") == 0 && c->restored >= 0) return write_embed(c, path);
+    if (strcmp(what, "embed") == 0)
+        return write_weights(c->file, mesh_cell(&trainer->mesh, 0, 0)->stage.tensors, 1, path);
+    return error_set("node %u wants a file '%.40s'", member->node, what);
+}
+
+static int serve_file(Coordinator *c, const Member *member, const json_t *wish) {
+    char path[PATH_MAX];
+    const char *what = json_string_value(json_object_get(wish, "what"));
+    uint64_t channel = (uint64_t)json_integer_value(json_object_get(wish, "channel"));
+    if (find_wanted(c, member, what != NULL ? what : "", path)) return -1;
+    return net_send_file(c->net, member->node, channel, path);
+}
+
+// Gates
+// -----------------------------------------------------------------------------------------------------------------
+
+// What a cell has said at the gate; NULL: nothing.
+static const json_t *report_of(const Coordinator *c, int replica, int stage) {
+    const Member *member = membership_of_role(&c->members, replica * c->members.n_stages + stage);
+    const Contact *contact = member != NULL ? contact_of(c, member->node) : NULL;
+    return contact != NULL && member->state == MEMBER_RUNNING ? contact->report : NULL;
+}
+
+// A number of a report; null is one that is not finite.
+static double report_number(const json_t *report, const char *key) {
+    const json_t *value = json_object_get(report, key);
+    return json_is_number(value) ? json_number_value(value) : (double)NAN;
+}
+
+// Sums a step over the replicas, as train_step would.
+static void sum_reports(Coordinator *c, StepResult *result, int64_t *n_tokens) {
+    Mesh *mesh = &c->trainer->mesh;
+    int lead = membership_lead(&c->members), S = mesh->n_stages;
+    double loss = 0.0, squares = 0.0;
+    int64_t valid = 0;
+    memset(result, 0, sizeof *result);
+    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    result->alignment[0] = result->alignment[1] = (double)NAN;
+    result->finite = 1, *n_tokens = 0;
+    for (int r = 0; r < mesh->n_replicas; r++) {
+        for (int s = 0; s < S; s++) {
+            const json_t *report = report_of(c, r, s), *bytes = json_object_get(report, "bytes");
+            Cell *cell = mesh_cell(mesh, r, s);
+            memset(&cell->step, 0, sizeof cell->step);
+            if (report == NULL) continue;
+            double norm = report_number(report, "norm");
+            if (s + 1 == S) loss += report_number(report, "loss"), valid += json_size(json_object_get(report, "valid"));
+            if (s + 1 == S) *n_tokens += (int64_t)c->trainer->opts.batch * c->trainer->T;
+            if (r == lead) squares += norm * norm, result->grad_norm = norm;
+            result->finite = result->finite && isfinite(norm);
+            for (int k = 0; k < TRAFFIC_KINDS; k++) {
+                cell->step.bytes[k] = json_integer_value(json_array_get(bytes, (size_t)k));
+                cell->total.bytes[k] += cell->step.bytes[k], result->sent.bytes[k] += cell->step.bytes[k];
+            }
+        }
+    }
+    if (S > 1) result->grad_norm = sqrt(squares);
+    result->loss = valid > 0 ? loss / (double)valid : 0.0;
+    result->finite = result->finite && isfinite(result->loss);
+    result->skipped = result->finite ? 0 : mesh_cells(mesh);
+}
+
+// Writes the line of the last step, whose validation is known by now, or will not be.
+static void flush_line(Coordinator *c) {
+    if (c->line != NULL) run_append(&c->trainer->run, c->line);
+    c->line = NULL;
+}
+
+// All cells have gradients of a step: its loss is known, and how it goes on.
+static json_t *close_step(Coordinator *c, int64_t gate) {
+    Trainer *trainer = c->trainer;
+    Progress *p = &trainer->progress;
+    StepResult result;
+    int64_t n_tokens, step = gate / GATES;
+    sum_reports(c, &result, &n_tokens);
+    result.lr = lr_at((LrShape)trainer->opts.schedule_lr, trainer->opts.lr, trainer->opts.lr_final, step,
+                      trainer->warmup, trainer->n_steps);
+    result.sent.bytes[TRAFFIC_ANCHOR] += c->factor_bytes;
+    trainer->anchor.factor_bytes += c->factor_bytes, c->factor_bytes = 0;
+    double now = seconds(), took = now - c->step_began;
+    c->step_began = now, c->step_seconds = c->step_seconds == 0.0 ? took : 0.9 * c->step_seconds + 0.1 * took;
+    p->step = step + 1, p->elapsed += took, p->adam_steps += result.finite, p->tokens += n_tokens;
+    p->samples += n_tokens / trainer->T;
+    double tok_s = (double)n_tokens / took;
+    print_step(trainer, &result, tok_s, c->step_seconds);
+    if (!result.finite) print_skipped(trainer, &result);
+    c->skipped_in_a_row = result.finite ? 0 : c->skipped_in_a_row + 1;
+    flush_line(c);
+    c->line = step_to_json(trainer, &result, tok_s);
+    if (c->factors != NULL) json_object_set_new(c->line, "anchor", c->factors);
+    c->factors = NULL;
+    int stop = interrupts > 0 || p->step == trainer->opts.stop_after || c->skipped_in_a_row >= MAX_SKIPPED;
+    c->stops = stop || p->step == trainer->n_steps;
+    json_t *go = go_order(c, gate, stop ? THEN_STOP : THEN_RUN);
+    json_object_set_new(go, "apply", json_boolean(result.finite));
+    return go;
+}
+
+// Whether all have the factors of one snapshot.
+static int all_have_factors(const Coordinator *c, int64_t *snapshot) {
+    int all = 1, any = 0;
+    for (int r = 0; r < c->members.n_replicas; r++) {
+        for (int s = 0; s < c->members.n_stages; s++) {
+            const json_t *report = report_of(c, r, s);
+            if (report == NULL) continue;
+            int64_t has = json_integer_value(json_object_get(report, "factors"));
+            all = all && has >= 0 && (!any || has == *snapshot);
+            *snapshot = has, any = 1;
+        }
+    }
+    return all && any;
+}
+
+static json_t *close_factors(Coordinator *c, int64_t gate) {
+    int64_t snapshot = -1;
+    int all = all_have_factors(c, &snapshot);
+    json_t *go = go_order(c, gate, THEN_RUN);
+    json_object_set_new(go, "deliver", json_boolean(all));
+    if (all) c->launched = snapshot;
+    return go;
+}
+
+// Shards
+// ------------------------------------------------------------------------------------------------------------------
+
+// Expects a file from a role, into the checkpoint that is being made.
+static int expect_shard(Coordinator *c, const Member *member, const char *folder, int64_t step) {
+    static const int64_t any_size = (int64_t)1 << 50;
+    char path[PATH_MAX];
+    int S = c->members.n_stages;
+    if (member_is_cell(c, member) ? shard_path(path, folder, member->role / S, member->role % S)
+                                  : path_join(path, folder, "anchor.bin"))
+        return -1;
+    c->shards_left++;
+    return net_expect_file(c->net, member->node,
+                           channel_number(CHANNEL_STATE, member->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path,
+                           any_size);
+}
+
+// All cells are ready to give their shards: says whether they do.
+static json_t *close_save(Coordinator *c, int64_t gate) {
+    char folder[PATH_MAX];
+    Trainer *trainer = c->trainer;
+    int64_t step = gate / GATES;
+    int finite = 1, result = 0;
+    const json_t *lead = report_of(c, membership_lead(&c->members), 0);
+    json_t *go = go_order(c, gate, THEN_RUN);
+    for (int r = 0; r < c->members.n_replicas; r++)
+        for (int s = 0; s < c->members.n_stages; s++)
+            if (report_of(c, r, s) != NULL)
+                finite = finite && json_is_true(json_object_get(report_of(c, r, s), "finite"));
+    const json_t *begun = json_object_get(lead, "begun");
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        trainer->outer.begun[f] = json_integer_value(json_array_get(begun, (size_t)f));
+    c->launched = json_integer_value(json_object_get(lead, "launched"));
+    if (!finite) result = error_set("step %lld: a weight is not finite; not saved", (long long)step);
+    if (result == 0) result = checkpoint_begin(folder, trainer->run.path, step);
+    c->shards_left = 0;
+    for (int i = 0; i < c->members.n && result == 0; i++) {
+        const Member *member = &c->members.members[i];
+        if (member->state != MEMBER_RUNNING) continue;
+        result = expect_shard(c, member, folder, step);
+        if (result == 0 && !member_is_cell(c, member)) {
+            json_decref(c->anchor);
+            c->anchor = NULL;
+            result = send_order(c->net, member->node,
+                                json_pack("{s:s, s:I, s:I}", "type", "save", "step", (json_int_t)step, "launched",
+                                          (json_int_t)c->launched));
+        }
+    }
+    if (result == 0) {
+        c->saving = step;
+        json_decref(c->saved);
+        c->saved = progress_to_json(trainer);
+    } else {
+        run_clear_line(&trainer->run);
+        printf("train: %s; training goes on\n", error_message);
+    }
+    json_object_set_new(go, "save", json_boolean(result == 0));
+    return go;
+}
+
+// Replicas that have given no shard have the first one's.
+static int fill_shards(const Coordinator *c, const char *folder) {
+    char from[PATH_MAX], to[PATH_MAX];
+    int lead = membership_lead(&c->members);
+    for (int r = 0; r < c->members.n_replicas; r++) {
+        for (int s = 0; s < c->members.n_stages; s++) {
+            if (shard_path(from, folder, lead, s) || shard_path(to, folder, r, s)) return -1;
+            if (!file_exists(to) && link(from, to) != 0) return error_set("link %s: %s", to, strerror(errno));
+        }
+    }
+    return 0;
+}
+
+// All shards are here: the checkpoint becomes whole.
+static int end_save(Coordinator *c) {
+    char folder[PATH_MAX], path[PATH_MAX];
+    Trainer *trainer = c->trainer;
+    int64_t step = c->saving;
+    c->saving = -1;
+    if (c->anchor != NULL) json_object_set(c->saved, "anchor", c->anchor);
+    char *text = json_dumps(c->saved, JSON_INDENT(1));
+    int result = text != NULL ? checkpoint_path(folder, trainer->run.path, step, ".tmp") : -1;
+    if (result == 0) result = path_join(path, folder, "model.bin");
+    if (result == 0)
+        result = model_merge(folder, &trainer->config, c->members.n_stages, membership_lead(&c->members),
+                             trainer->side_files, path);
+    if (result == 0) result = fill_shards(c, folder);
+    if (result == 0) result = path_join(path, folder, "run.json");
+    if (result == 0) result = file_write_text(path, text);
+    free(text);
+    if (result == 0) result = checkpoint_commit(trainer->run.path, step);
+    if (result == 0) {
+        trainer->run.saved_step = step, c->restored = step;
+        checkpoint_sweep(trainer->run.path, trainer->opts.keep);
+    }
+    return result;
+}
+
+// The run is over once its last shards are here.
+static int finish_run(Coordinator *c, const char *reason) {
+    json_t *order = json_pack("{s:s}", "type", "end");
+    if (reason != NULL) json_object_set_new(order, "reason", json_string(reason));
+    c->phase = RUN_OVER;
+    for (int i = 0; i < c->members.n; i++)
+        if (send_order(c->net, c->members.members[i].node, json_deep_copy(order))) break;
+    json_decref(order);
+    return 0;
+}
+
+static int open_gate(Coordinator *c, int64_t gate) {
+    int kind = (int)(gate % GATES);
+    if (kind == GATE_SAVE && c->saving >= 0) { // the last one first
+        c->waits = gate;
+        return 0;
+    }
+    json_t *go = kind == GATE_STEP      ? close_step(c, gate)
+                 : kind == GATE_FACTORS ? close_factors(c, gate)
+                 : kind == GATE_SAVE    ? close_save(c, gate)
+                                        : go_order(c, gate, THEN_RUN);
+    if (kind != GATE_STEP) json_object_set_new(go, "then", json_integer(c->stops ? THEN_STOP : THEN_RUN));
+    int saves = kind != GATE_SAVE || json_is_true(json_object_get(go, "save"));
+    c->gate = gate, c->waits = -1;
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_decref(c->contacts[i].report);
+        c->contacts[i].report = NULL;
+    }
+    if (order_all(c, go, 1)) return -1;
+    return c->stops && !saves ? finish_run(c, NULL) : 0;
+}
+
+static int shard_is_here(Coordinator *c) {
+    if (c->shards_left > 0 || (c->anchor == NULL && membership_has_anchor(&c->members, MEMBER_RUNNING))) return 0;
+    int stops = c->stops && c->saving == c->trainer->progress.step, result = end_save(c);
+    if (result != 0 && !stops) {
+        run_clear_line(&c->trainer->run);
+        printf("train: %s; training goes on\n", error_message);
+        result = 0;
+    }
+    if (result != 0) return -1;
+    if (stops) return finish_run(c, NULL);
+    return c->waits >= 0 ? open_gate(c, c->waits) : 0;
+}
+
+// A cell has come to a gate.
+static int member_reports(Coordinator *c, Member *member, json_t *report) {
+    int64_t gate = json_integer_value(json_object_get(report, "gate"));
+    Contact *contact = contact_of(c, member->node);
+    if (member->state != MEMBER_RUNNING || contact == NULL || gate <= c->gate) return 0;
+    if (json_integer_value(json_object_get(report, "turn")) != c->turn) return 0; // it will report again
+    json_decref(contact->report);
+    contact->report = json_incref(report);
+    member->gate = gate;
+    return membership_all_at(&c->members, gate) ? open_gate(c, gate) : 0;
+}
+
+// Losses
+// ------------------------------------------------------------------------------------------------------------------
+
+// A member is gone: its replica is out of the run, the others go on.
+static int lose_member(Coordinator *c, uint32_t node, const char *reason) {
+    char text[64];
+    Member *member = membership_find(&c->members, node);
+    if (member == NULL) return 0;
+    int was_anchor = !member_is_cell(c, member), lived = member->state >= MEMBER_PLACED;
+    run_clear_line(&c->trainer->run);
+    printf("node %u (%s) is lost: %s\n", node,
+           member->role < 0 ? "a spare" : role_text(c, member->role, text, sizeof text), reason);
+    fflush(stdout);
+    int replica = membership_remove(&c->members, node);
+    net_drop(c->net, node);
+    if (replica < 0 && !(was_anchor && lived)) return give_roles(c);
+    c->turn++;
+    for (int i = 0; i < c->members.n; i++) {
+        Member *other = &c->members.members[i];
+        if (other->state == MEMBER_RUNNING) other->gate = c->gate;
+        if (replica < 0 || other->role < 0 || other->role / c->members.n_stages != replica || !member_is_cell(c, other))
+            continue;
+        if (send_order(c->net, other->node, json_pack("{s:s}", "type", "out"))) return -1;
+    }
+    if (membership_replicas(&c->members, MEMBER_PLACED) == 0) c->phase = RUN_FORMING;
+    return order_all(c,
+                     json_pack("{s:s, s:i, s:o, s:o, s:b}", "type", "living", "turn", c->turn, "living",
+                               living_to_json(c), "nodes", nodes_to_json(c), "anchor",
+                               membership_has_anchor(&c->members, MEMBER_PLACED)),
+                     0) ||
+                   give_roles(c)
+               ? -1
+               : 0;
+}
+
+// Looks who has not been heard of for too long.
+static int watch_members(Coordinator *c) {
+    char reason[64];
+    double limit = (double)c->trainer->opts.peer_timeout;
+    for (int i = 0; i < c->members.n; i++) {
+        NetStatus status;
+        if (net_status(c->net, c->members.members[i].node, &status)) continue;
+        if (status.silence < limit && status.deafness < limit) continue;
+        snprintf(reason, sizeof reason, "%s for %.0f s", status.silence < limit ? "it hears nothing" : "silent",
+                 fmax(status.silence, status.deafness));
+        if (lose_member(c, c->members.members[i].node, reason)) return -1;
+        i = -1; // the list is another
+    }
+    return 0;
+}
+
+// Messages
+// --------------------------------------------------------------------------------------------------------------
+
+static void take_validation(Coordinator *c, const json_t *about) {
+    Trainer *trainer = c->trainer;
+    double loss = report_number(about, "loss"), bits = report_number(about, "bits_per_byte");
+    int64_t step = json_integer_value(json_object_get(about, "step"));
+    print_validation(trainer, step, loss, bits);
+    if (step == 0 && isfinite(loss))
+        run_append(&trainer->run, json_pack("{s:i, s:f}", "step", 0, "val_loss", loss));
+    else if (c->line != NULL && isfinite(loss))
+        json_object_set_new(c->line, "val_loss", json_real(loss));
+    if (loss < trainer->progress.best_val) trainer->progress.best_val = loss;
+}
+
+static int take_message(Coordinator *c, Member *member, json_t *about) {
+    const char *type = json_string_value(json_object_get(about, "type"));
+    if (type == NULL) return lose_member(c, member->node, "it sends what is no message");
+    if (strcmp(type, "report") == 0) return member_reports(c, member, about);
+    if (strcmp(type, "at") == 0) return member_is_at(c, member, about);
+    if (strcmp(type, "want") == 0) return serve_file(c, member, about);
+    if (strcmp(type, "loaded") == 0 && member->state == MEMBER_LOADING) {
+        member->state = MEMBER_READY;
+        return try_begin(c);
+    }
+    if (strcmp(type, "validation") == 0) take_validation(c, about);
+    if (strcmp(type, "skip") == 0) {
+        return order_all(c, json_pack("{s:s, s:O}", "type", "skip", "snapshot", json_object_get(about, "snapshot")), 1);
+    }
+    if (strcmp(type, "factors") == 0) {
+        c->factor_bytes += json_integer_value(json_object_get(about, "bytes"));
+        json_decref(c->factors);
+        c->factors = json_pack("{s:O, s:O, s:O}", "snapshot", json_object_get(about, "snapshot"), "loss",
+                               json_object_get(about, "loss"), "seconds", json_object_get(about, "seconds"));
+    }
+    if (strcmp(type, "anchor") == 0 && c->saving >= 0) {
+        c->anchor = json_incref(json_object_get(about, "anchor"));
+        return shard_is_here(c);
+    }
+    return 0;
+}
+
+static int take_event(Coordinator *c, NetEvent *event) {
+    int result = 0;
+    Member *member = membership_find(&c->members, event->from);
+    if (event->kind == NET_HELLO) return admit_node(c, event);
+    if (event->kind == NET_INTRUDER) {
+        run_clear_line(&c->trainer->run);
+        printf("refused: %s\n", event->text);
+        fflush(stdout);
+    }
+    if (member != NULL && event->kind == NET_MESSAGE && event->control) {
+        json_t *about = json_loadb((const char *)event->data, (size_t)event->n_bytes, 0, NULL);
+        result = json_is_object(about) ? take_message(c, member, about)
+                                       : lose_member(c, event->from, "it sends what is no message");
+        json_decref(about);
+    } else if (member != NULL && event->kind == NET_FILE && c->saving >= 0) {
+        c->shards_left--;
+        result = shard_is_here(c);
+    } else if (member != NULL && event->kind == NET_FILE_FAILED) {
+        result = lose_member(c, event->from, event->text);
+    }
+    free(event->data);
+    return result;
+}
+
+static int coordinate(Coordinator *c) {
+    NetEvent event;
+    int got = 0;
+    while (c->phase != RUN_OVER) {
+        if (net_wait(c->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
+        while (c->phase != RUN_OVER && (got = net_next(c->net, &event)) > 0)
+            if (take_event(c, &event)) return -1;
+        if (got < 0 || watch_members(c)) return -1;
+        if (interrupts > 0 && c->phase != RUN_GOING) return error_set("stopped before the run had begun");
+    }
+    flush_line(c);
+    return 0;
+}
+
+// The first process
+// ---------------------------------------------------------------------------------------------------------
+
+static void *guest_thread(void *context) {
+    Coordinator *c = (Coordinator *)context;
+    if (node_join(c->guest, c->token)) {
+        run_clear_line(&c->trainer->run);
+        fprintf(stderr, "train: this process's cell: %s\n", error_message);
+    }
+    trainer_free(c->guest);
+    return NULL;
+}
+
+// Lets this process join its own run.
+static int invite_guest(Coordinator *c) {
+    char endpoint[NET_ENDPOINT];
+    const char *port = strrchr(net_endpoint(c->net), ':');
+    snprintf(endpoint, sizeof endpoint, "tcp://127.0.0.1%s", port != NULL ? port : "");
+    c->guest = (Trainer *)calloc(1, sizeof(Trainer));
+    if (c->guest == NULL) return error_set("out of memory for a cell");
+    if (net_token_print(c->token, sizeof c->token, &c->keys, endpoint)) return -1;
+    if (cli_defaults(option_table, OPTION_COUNT, &c->guest->opts)) return -1;
+    c->guest->opts.threads = c->trainer->opts.threads, c->guest->opts.anchor_threads = c->trainer->opts.anchor_threads;
+    c->guest->opts.coder = c->trainer->opts.coder;
+    memcpy(c->guest->opts.gpus, c->trainer->opts.gpus, sizeof c->guest->opts.gpus);
+    if (pthread_create(&c->thread, NULL, guest_thread, c) != 0) return error_set("the cell's thread does not start");
+    c->has_thread = 1;
+    return 0;
+}
+
+// out (NET_ENDPOINT) = a bound endpoint as others can dial it: where it is bound to all addresses, with this machine's
+// first one that leads out.
+static int host_seen(char *out, const char *endpoint) {
+    char address[64] = "127.0.0.1";
+    const char *port = strrchr(endpoint, ':');
+    struct ifaddrs *list = NULL;
+    if (strstr(endpoint, "//0.0.0.0:") == NULL && strstr(endpoint, "//*:") == NULL) {
+        snprintf(out, NET_ENDPOINT, "%s", endpoint);
+        return 0;
+    }
+    if (getifaddrs(&list) != 0) return error_set("this machine's addresses: getifaddrs: %s", strerror(errno));
+    for (const struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
+        if (at->ifa_addr == NULL || at->ifa_addr->sa_family != AF_INET || (at->ifa_flags & IFF_LOOPBACK)) continue;
+        const struct sockaddr_in *inet = (const struct sockaddr_in *)(const void *)at->ifa_addr;
+        if (inet_ntop(AF_INET, &inet->sin_addr, address, sizeof address) != NULL) break;
+    }
+    freeifaddrs(list);
+    snprintf(out, NET_ENDPOINT, "tcp://%s%s", address, port != NULL ? port : "");
+    return 0;
+}
+
+// The line that others join with, and the token in a file that only the owner reads.
+static int print_invitation(Coordinator *c) {
+    char text[NET_TOKEN], endpoint[NET_ENDPOINT], path[PATH_MAX];
+    if (host_seen(endpoint, net_endpoint(c->net)) || net_token_print(text, sizeof text, &c->keys, endpoint)) return -1;
+    if (path_join(path, c->trainer->run.path, "join") || net_write_private(path, text)) return -1;
+    printf("others join with:\n  ./train --join '%s'\n", text);
+    printf("  (the same is in %s: --join @FILE)\n", path);
+    fflush(stdout);
+    return 0;
+}
+
+static void coordinator_free(Coordinator *c) {
+    if (c->net != NULL) net_close(c->net);
+    if (c->has_thread) pthread_join(c->thread, NULL);
+    for (int i = 0; i < c->n_contacts; i++) json_decref(c->contacts[i].report);
+    free(c->contacts);
+    free(c->guest);
+    json_decref(c->line);
+    json_decref(c->factors);
+    json_decref(c->anchor);
+    json_decref(c->saved);
+    membership_free(&c->members);
+    if (c->scratch[0] != '\0' && file_exists(c->scratch)) file_remove_folder(c->scratch);
+}
+
+// The run's folder, keys and sockets.
+static int open_house(Coordinator *c, const json_t *resume) {
+    char path[PATH_MAX];
+    Trainer *trainer = c->trainer;
+    Run *run = &trainer->run;
+    const Options *opts = &trainer->opts;
+    run->terminal = isatty(STDOUT_FILENO), run->saved_step = -1;
+    trainer->progress.best_val = (double)INFINITY;
+    if (resume == NULL && run_create(run, opts)) return -1;
+    if (json_object_get(resume, "step") != NULL) {
+        if (resume_progress(trainer, resume)) return -1;
+        c->restored = trainer->progress.step;
+        c->anchor = json_incref(json_object_get(resume, "anchor"));
+        if (json_is_object(c->anchor)) c->launched = json_integer_value(json_object_get(c->anchor, "launched"));
+    }
+    checkpoint_sweep(run->path, 0);
+    if (run_open_log(run, resume != NULL ? trainer->progress.step : -1)) return -1;
+    run_log_start(trainer, json_object_get(resume, "step") != NULL ? "resume" : "start");
+    if (path_join(c->scratch, run->path, "net") || file_make_folders(c->scratch)) return -1;
+    if (path_join(path, run->path, "keys")) return -1;
+    if (file_exists(path) ? net_keys_load(&c->keys, path) : net_keys_make(&c->keys) || net_keys_save(&c->keys, path))
+        return -1;
+    c->net = net_host(opts->host, &c->keys, NULL);
+    if (c->net == NULL) return -1;
+    catch_interrupts();
+    printf("run: %s\n", run->path);
+    if (print_invitation(c)) return -1;
+    return opts->no_cell ? 0 : invite_guest(c);
+}
+
+// Trains on a mesh of several processes, of which this is the first. file: the base model.
+static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resume) {
+    Coordinator *c = (Coordinator *)calloc(1, sizeof(Coordinator));
+    if (c == NULL) return error_set("out of memory for the coordinator");
+    const Run *run = &trainer->run;
+    const Progress *p = &trainer->progress;
+    c->trainer = trainer, c->file = file, c->next_node = 1;
+    c->restored = c->saving = c->waits = c->launched = -1;
+    c->members.n_replicas = trainer->mesh.n_replicas, c->members.n_stages = trainer->mesh.n_stages;
+    c->members.anchored = trainer->anchored, c->members.needs_anchor = trainer->opts.codec == CODEC_KLT;
+    c->members.min_replicas = trainer->opts.min_replicas > 0 ? trainer->opts.min_replicas : trainer->mesh.n_replicas;
+    int result = open_house(c, resume);
+    if (result == 0) result = coordinate(c);
+    coordinator_free(c);
+    free(c);
+    if (run->log != NULL) fclose(run->log);
+    if (result != 0) return -1;
+    print_traffic(trainer);
+    if (p->step < trainer->n_steps)
+        printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
+               (long long)trainer->n_steps, run->path);
+    else
+        printf("done: %lld steps in %.0f s; the model is %s/latest/model.bin\n", (long long)p->step, p->elapsed,
+               run->path);
+    return 0;
 }
 
 // Does what the command line asks for.
@@ -6309,6 +8281,7 @@ static int run_program(Trainer *trainer) {
     ModelFile file;
     json_t *resume = NULL;
     memset(&file, 0, sizeof file);
+    if (trainer->opts.join[0] != '\0') return node_join(trainer, trainer->opts.join);
     if (choose_action(trainer, &action)) return -1;
     int result = action == ACTION_TRAIN ? run_find(&trainer->run, &trainer->opts) : 0;
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
@@ -6321,6 +8294,8 @@ static int run_program(Trainer *trainer) {
         if (too_large && cells > 1) { // a mesh may be planned on a machine that cannot hold all of it
             printf("all cells in one process: %s\n", error_message);
         }
+    } else if (result == 0 && is_host(&trainer->opts)) {
+        result = host_run(trainer, &file, resume);
     } else if (result == 0) {
         result = load(trainer, &file);
         model_file_close(&file);
@@ -6356,12 +8331,7 @@ static int program(int argc, char **argv) {
         fprintf(stderr, "train: %s\n", error_message);
         result = 1;
     }
-    anchor_stop(&trainer.anchor);
-    device_free(trainer.leading.directions);
-    mesh_free(&trainer.mesh);
-    json_decref(trainer.side_files);
-    dataset_close(&trainer.data);
-    stream_destroy(trainer.stream);
+    trainer_free(&trainer);
     return result;
 }
 

@@ -20,8 +20,9 @@
 #include <stdint.h>  // fixed-width integers
 
 #include "error.h"
-#include "file.h" // FileMap
-#include "rand.h" // rand_permute
+#include "file.h"        // FileMap
+#include "rand.h"        // rand_permute
+#include "safetensors.h" // SafeTensorsWriter
 #include "tokenizer.h"
 
 #define TOKENS_MAGIC  0x4E55544D
@@ -375,6 +376,62 @@ static inline void dataset_finish(Dataset *data, int T) {
     data->T = T;
     split_count(&data->train, T);
     split_count(&data->val, T);
+}
+
+// Declares (begun = 0) or writes the streams of a side.
+static inline int split_put(SafeTensorsWriter *writer, int begun, const Split *split, const char *side) {
+    char name[64];
+    for (int i = 0; i < split->n_streams; i++) {
+        const TokenStream *stream = &split->streams[i];
+        int64_t n_bytes = 4 * stream->n;
+        snprintf(name, sizeof name, "%s.%d", side, i);
+        if (!begun && safetensors_declare(writer, name, DTYPE_U8, &n_bytes, 1)) return -1;
+        if (begun) file_write(&writer->file, stream->tokens, (size_t)n_bytes);
+    }
+    return 0;
+}
+
+// Writes both sides as one file, for another process that is to have the same data: a safetensors container with the
+// tokens of stream i of a side as the bytes `train.i` or `val.i`.
+static inline int dataset_save(const Dataset *data, const char *path) {
+    SafeTensorsWriter writer;
+    if (safetensors_writer_init(&writer, NULL)) return -1;
+    for (int begun = 0; begun < 2; begun++) {
+        if (split_put(&writer, begun, &data->train, "train") || split_put(&writer, begun, &data->val, "val")) return -1;
+        if (!begun && safetensors_begin(&writer, path)) return -1;
+    }
+    return file_writer_close(&writer.file);
+}
+
+// Reads a side of such a file, in order.
+static inline int split_load(Split *split, const SafeTensors *file, const char *side, int vocab) {
+    char name[64];
+    for (int i = 0;; i++) {
+        snprintf(name, sizeof name, "%s.%d", side, i);
+        const SafeTensor *tensor = safetensors_find(file, name);
+        if (tensor == NULL) return 0;
+        int64_t n_bytes = safetensor_count(tensor);
+        if (tensor->dtype != DTYPE_U8 || n_bytes % 4 != 0) return error_set("%s: %s is no tokens", file->path, name);
+        TokenStream *stream = split_add(split);
+        if (stream == NULL) return -1;
+        stream->owned = (uint32_t *)malloc((size_t)n_bytes + 4);
+        if (stream->owned == NULL) return error_set("out of memory for the data");
+        memcpy(stream->owned, tensor->data, (size_t)n_bytes);
+        stream->tokens = stream->owned, stream->n = stream->capacity = n_bytes / 4;
+        for (int64_t t = 0; t < stream->n; t++)
+            if ((stream->owned[t] & ~TOKEN_NO_LOSS) >= (uint32_t)vocab)
+                return error_set("%s: a token is beyond the vocabulary of %d", file->path, vocab);
+    }
+}
+
+// Reads what dataset_save wrote, for a model of this vocabulary; dataset_finish is due then.
+static inline int dataset_load(Dataset *data, const char *path, int vocab) {
+    SafeTensors file;
+    if (safetensors_open(&file, path)) return -1;
+    int result =
+        split_load(&data->train, &file, "train", vocab) || split_load(&data->val, &file, "val", vocab) ? -1 : 0;
+    safetensors_close(&file);
+    return result;
 }
 
 #endif
