@@ -1857,7 +1857,7 @@ static void mesh_spread(Mesh *mesh) {
 // until this node is placed too.
 
 #define NODE_NOBODY UINT32_MAX
-enum { NODE_COORDINATOR = 0, NODE_WAIT_MS = 100 };
+enum { NODE_COORDINATOR = 0, NODE_WAIT_MS = 100, NODE_PATIENCE = 600 /* seconds without a word of the coordinator */ };
 
 // A message that no link takes, or not yet.
 typedef struct Parcel {
@@ -1920,6 +1920,13 @@ static Parcel *parcels_take(Parcels *parcels, ChannelKind kind, int from) {
     else
         parcels->first = at->next;
     if (parcels->last == at) parcels->last = before;
+    return at;
+}
+
+// The first parcel of a kind, which stays; NULL: there is none.
+static const Parcel *parcels_find(const Parcels *parcels, ChannelKind kind) {
+    const Parcel *at = parcels->first;
+    while (at != NULL && channel_parts(at->event.channel).kind != kind) at = at->next;
     return at;
 }
 
@@ -2186,7 +2193,10 @@ static int node_take(Node *node, NetEvent *event) {
 static int node_pump(Node *node, int wait) {
     NetEvent event;
     int n = 0, got;
+    NetStatus status;
     net_progress(node->net, node->works);
+    if (net_status(node->net, NODE_COORDINATOR, &status) == 0 && status.silence > NODE_PATIENCE)
+        return error_set("the coordinator has been silent for %d s", NODE_PATIENCE);
     if (wait && net_wait(node->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
     while ((got = net_next(node->net, &event)) > 0) {
         n++;
@@ -6413,26 +6423,34 @@ static int node_take_floats(Trainer *trainer, int from, Wire wire, float *values
     return 0;
 }
 
-// Takes a snapshot whose first message is here, from all stages of its replica. Returns 0; 1: it will never be whole;
-// or -1.
-static int node_take_snapshot(Trainer *trainer, Parcel *first, int64_t *step) {
+// The step of a snapshot, which is what a stage sends first of it. 1: its replica is out of the run meanwhile.
+static int node_take_step(Trainer *trainer, int from, int64_t *step) {
+    const Mesh *mesh = &trainer->mesh;
+    Parcel *parcel;
+    while ((parcel = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, from)) == NULL) {
+        if (!mesh->living[from / mesh->n_stages]) return 1;
+        if (node_poll(trainer->node, 1) < 0) return -1;
+    }
+    int fits = parcel->event.n_bytes == (int64_t)sizeof *step;
+    if (fits) memcpy(step, parcel->event.data, sizeof *step);
+    parcel_free(parcel);
+    return fits ? 0 : error_set("role %d sends a snapshot that does not begin with its step", from);
+}
+
+// Takes a snapshot of which something is here, from all stages of its replica. Returns 0; 1: it will never be whole; or
+// -1.
+static int node_take_snapshot(Trainer *trainer, int lead, int64_t *step) {
     Mesh *mesh = &trainer->mesh;
     Anchor *anchor = &trainer->anchor;
-    int lead = channel_parts(first->event.channel).from / mesh->n_stages, follows = anchor_follows(trainer), at = 0;
-    int result = first->event.n_bytes == (int64_t)sizeof *step ? 0 : error_set("a snapshot without its step");
-    if (result == 0) memcpy(step, first->event.data, sizeof *step);
+    Wire wire = anchor_follows(trainer) ? WIRE_FP32 : anchor->wire;
+    int at = 0, result = 0;
     for (int s = 0; s < mesh->n_stages && result == 0; s++) {
         const Stage *stage = &mesh_cell(mesh, lead, s)->stage;
         int from = cell_role(mesh, lead, s);
-        while (s > 0 && result == 0) { // the others' first messages say the same
-            Parcel *parcel = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, from);
-            parcel_free(parcel);
-            if (parcel != NULL) break;
-            result = !mesh->living[lead] ? 1 : node_poll(trainer->node, 1) < 0 ? -1 : 0;
-        }
+        result = node_take_step(trainer, from, step);
         for (int i = 0; i < stage->n_tensors && result == 0; i++, at++)
-            result = node_take_floats(trainer, from, follows ? WIRE_FP32 : anchor->wire,
-                                      anchor->stage.params + anchor->stage.tensors[at].offset, stage->tensors[i].n);
+            result = node_take_floats(trainer, from, wire, anchor->stage.params + anchor->stage.tensors[at].offset,
+                                      stage->tensors[i].n);
     }
     for (int s = 0; s < mesh->n_stages && result == 1; s++)
         parcels_free(&trainer->node->inbox, CHANNEL_SNAPSHOT, cell_role(mesh, lead, s));
@@ -6465,10 +6483,9 @@ static int node_send_factors(Trainer *trainer, int in_use) {
 static int node_serve_snapshot(Trainer *trainer) {
     int64_t step = -1;
     Anchor *anchor = &trainer->anchor;
-    Parcel *first = parcels_take(&trainer->node->inbox, CHANNEL_SNAPSHOT, -1);
+    const Parcel *first = parcels_find(&trainer->node->inbox, CHANNEL_SNAPSHOT);
     if (first == NULL) return 0;
-    int result = node_take_snapshot(trainer, first, &step);
-    parcel_free(first);
+    int result = node_take_snapshot(trainer, channel_parts(first->event.channel).from / trainer->mesh.n_stages, &step);
     if (result < 0) return -1;
     if (result > 0) return node_tell(trainer->node, "skip", json_pack("{s:I}", "snapshot", (json_int_t)step));
     if (anchor_state(anchor, 0) == ANCHOR_READY) {
@@ -8204,7 +8221,19 @@ static int print_invitation(Coordinator *c) {
     return 0;
 }
 
+// Waits until all have heard the last order, or a while.
+static void say_goodbye(const Coordinator *c) {
+    const double until = seconds() + 5.0;
+    int left = 1;
+    while (left > 0 && seconds() < until) {
+        left = 0;
+        for (int i = 0; i < c->members.n; i++) left += net_queued(c->net, c->members.members[i].node) > 0;
+        if (left > 0 && net_wait(c->net, 0.01) < 0) return;
+    }
+}
+
 static void coordinator_free(Coordinator *c) {
+    if (c->net != NULL) say_goodbye(c);
     if (c->net != NULL) net_close(c->net);
     if (c->has_thread) pthread_join(c->thread, NULL);
     for (int i = 0; i < c->n_contacts; i++) json_decref(c->contacts[i].report);
@@ -8257,7 +8286,9 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     c->trainer = trainer, c->file = file, c->next_node = 1;
     c->restored = c->saving = c->waits = c->launched = -1;
     c->members.n_replicas = trainer->mesh.n_replicas, c->members.n_stages = trainer->mesh.n_stages;
-    c->members.anchored = trainer->anchored, c->members.needs_anchor = trainer->opts.codec == CODEC_KLT;
+    c->members.anchored = trainer->anchored,
+    c->members.needs_anchor =
+        trainer->anchored && (trainer->opts.codec == CODEC_KLT || trainer->opts.min_replicas == 0);
     c->members.min_replicas = trainer->opts.min_replicas > 0 ? trainer->opts.min_replicas : trainer->mesh.n_replicas;
     int result = open_house(c, resume);
     if (result == 0) result = coordinate(c);
