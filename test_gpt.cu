@@ -3924,6 +3924,336 @@ static void test_dense(void) {
     mesh_run_close(one);
 }
 
+// Averages whose replicas share no memory: place p is a mesh that hosts replica p alone, and a message goes from the
+// links of one place to those of another when it is its turn. All fragments and gradients of all stages are in flight.
+enum { PLACES = 3, PLACE_STAGES = 2, PLACE_FRAGMENTS = 3, PLACE_MEETINGS = PLACE_STAGES * (PLACE_FRAGMENTS + 1) };
+
+typedef struct {
+    MeshRun *whole, *runs[PLACES]; // the same training; whole: all replicas in one process
+    Meeting meetings[PLACES][PLACE_MEETINGS];
+    float *state[PLACES]; // of replica p, as remembered
+    int n_places;
+    uint64_t turn;
+} Apart;
+
+// The cell is another process's: nothing of its memory is there.
+static void hide_cell(Cell *cell) {
+    Stage *stage = &cell->stage;
+    float **arenas[] = {&stage->params, &stage->grads, &stage->m,       &stage->v,        &stage->global,
+                        &stage->outer,  &stage->error, &stage->pending, &cell->powersgd_q};
+    for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++) {
+        device_free(*arenas[i]);
+        *arenas[i] = NULL;
+    }
+    cell->hosted = 0;
+}
+
+static void apart_open(Apart *apart, int n_places, const char *words) {
+    memset(apart, 0, sizeof *apart);
+    apart->n_places = n_places;
+    for (int p = -1; p < n_places; p++) {
+        MeshRun *run = mesh_run_open(words);
+        Mesh *mesh = &run->trainer.mesh;
+        for (int step = 0; step < 2; step++) mesh_run_step(run);
+        *(p < 0 ? &apart->whole : &apart->runs[p]) = run;
+        for (int i = 0; i < n_places * PLACE_STAGES && p >= 0; i++)
+            if (mesh->cells[i].replica != p) hide_cell(&mesh->cells[i]);
+        for (int i = 0; i < PLACE_MEETINGS && p >= 0; i++)
+            check(meeting_create(mesh, &apart->meetings[p][i], i % PLACE_STAGES, &run->trainer.outer) == 0, "%s",
+                  error_message);
+    }
+}
+
+static void apart_close(Apart *apart) {
+    for (int p = 0; p < apart->n_places; p++) {
+        for (int i = 0; i < PLACE_MEETINGS; i++) meeting_destroy(&apart->meetings[p][i]);
+        free(apart->state[p]);
+        mesh_run_close(apart->runs[p]);
+    }
+    mesh_run_close(apart->whole);
+}
+
+static const Outer *apart_outer(const Apart *apart, int meeting) {
+    return meeting / PLACE_STAGES < PLACE_FRAGMENTS ? &apart->whole->trainer.outer : NULL;
+}
+
+static void apart_begin(Apart *apart, int64_t turn) {
+    for (int p = 0; p < apart->n_places; p++) {
+        for (int i = 0; i < PLACE_MEETINGS; i++) {
+            const Outer *outer = apart_outer(apart, i);
+            int fragment = outer != NULL ? i / PLACE_STAGES : ALL_GRADIENTS;
+            check(meeting_begin(&apart->runs[p]->trainer.mesh, &apart->meetings[p][i], outer, i % PLACE_STAGES,
+                                fragment, turn + fragment) == 0,
+                  "%s", error_message);
+        }
+    }
+}
+
+// The same averages in one process.
+static void apart_average_whole(Apart *apart, int64_t turn) {
+    Mesh *mesh = &apart->whole->trainer.mesh;
+    for (int f = 0; f < PLACE_FRAGMENTS; f++)
+        check(mesh_begin_merge(mesh, &apart->whole->trainer.outer, f, turn + f) == 0, "%s", error_message);
+    check(mesh_sum_gradients(mesh) == 0, "%s", error_message);
+}
+
+// One message of meeting i from place p to place q, a mean before a part or the other way round.
+static void carry(Apart *apart, int i, int p, int q, int mean_first) {
+    Meeting *from = &apart->meetings[p][i], *to = &apart->meetings[q][i];
+    Link *links[2][2] = {{meeting_up(from, p, q), meeting_up(to, p, q)},
+                         {meeting_down(from, q, p), meeting_down(to, q, p)}};
+    Link *const *link = link_waiting(links[mean_first][0]) > 0 ? links[mean_first] : links[!mean_first];
+    Mesh *mesh = &apart->runs[p]->trainer.mesh;
+    int64_t n_bytes;
+    double arrival;
+    if (p == q || link_waiting(link[0]) == 0) return;
+    check(link_recv(link[0], mesh->message, mesh->message_bytes, &n_bytes, &arrival) == LINK_OK &&
+              link_send(link[1], mesh->message, n_bytes, arrival) == 0,
+          "%s", error_message);
+}
+
+// How many meetings are complete at all of the first n places.
+static int apart_complete(const Apart *apart, int n) {
+    int complete = 0;
+    for (int i = 0; i < PLACE_MEETINGS; i++) {
+        int all = 1;
+        for (int p = 0; p < n; p++) all &= meeting_complete(&apart->meetings[p][i]);
+        complete += all;
+    }
+    return complete;
+}
+
+// At most `turns` turns of the first n places: a meeting goes on, or a message is carried.
+static void apart_drive(Apart *apart, int n, int turns) {
+    for (int i = 0; i < turns && apart_complete(apart, n) < PLACE_MEETINGS; i++) {
+        Philox draw = rand_block(21, RAND_TEST, 0, apart->turn++);
+        int p = (int)(draw.v[0] % (uint32_t)n), meeting = (int)(draw.v[1] % PLACE_MEETINGS);
+        if (draw.v[2] % 3 == 0)
+            check(meeting_advance(&apart->runs[p]->trainer.mesh, &apart->meetings[p][meeting]) >= 0, "%s",
+                  error_message);
+        else
+            carry(apart, meeting, p, (int)(draw.v[3] % (uint32_t)n), (int)(draw.v[2] >> 31));
+    }
+}
+
+// Drives the first n places to the end and commits.
+static void apart_finish(Apart *apart, int n) {
+    apart_drive(apart, n, 1000000);
+    check(apart_complete(apart, n) == PLACE_MEETINGS, "%d of %d averages are complete", apart_complete(apart, n),
+          PLACE_MEETINGS);
+    for (int p = 0; p < n; p++)
+        for (int i = 0; i < PLACE_MEETINGS; i++)
+            check(meeting_commit(&apart->runs[p]->trainer.mesh, &apart->meetings[p][i], apart_outer(apart, i)) == 0,
+                  "%s", error_message);
+}
+
+// All that a replica keeps: arenas and warm starts, n floats; the caller frees them.
+static float *replica_state(const MeshRun *run, int replica, int64_t *n) {
+    static const Arena arenas[] = {ARENA_PARAMS, ARENA_GRADS, ARENA_GLOBAL, ARENA_OUTER, ARENA_ERROR, ARENA_PENDING};
+    const Mesh *mesh = &run->trainer.mesh;
+    size_t n_arenas = sizeof arenas / sizeof *arenas, at = 0;
+    size_t floats = n_arenas * (size_t)run->trainer.n_params;
+    for (int s = 0; s < mesh->n_stages; s++)
+        floats += (size_t)cell_powersgd_floats(&run->trainer, mesh_cell(mesh, replica, s));
+    float *state = (float *)malloc(sizeof(float) * floats);
+    for (size_t a = 0; a < n_arenas; a++) {
+        int64_t n_values;
+        float *values = replica_values(run, replica, arenas[a], &n_values);
+        memcpy(state + at, values, sizeof(float) * (size_t)n_values);
+        at += (size_t)n_values;
+        free(values);
+    }
+    for (int s = 0; s < mesh->n_stages; s++) {
+        const Cell *cell = mesh_cell(mesh, replica, s);
+        size_t n_values = (size_t)cell_powersgd_floats(&run->trainer, cell);
+        device_copy(state + at, cell->powersgd_q, sizeof(float) * n_values, run->trainer.stream);
+        at += n_values;
+    }
+    check(at == floats, "%zu floats of %zu", at, floats);
+    *n = (int64_t)floats;
+    return state;
+}
+
+static void apart_remember(Apart *apart) {
+    for (int p = 0; p < apart->n_places; p++) {
+        int64_t n;
+        free(apart->state[p]);
+        apart->state[p] = replica_state(apart->runs[p], p, &n);
+    }
+}
+
+static void check_remembered(const Apart *apart, int attempt) {
+    for (int p = 0; p < apart->n_places; p++) {
+        int64_t n;
+        float *now = replica_state(apart->runs[p], p, &n);
+        check(memcmp(now, apart->state[p], sizeof(float) * (size_t)n) == 0, "attempt %d changed replica %d", attempt,
+              p);
+        free(now);
+    }
+}
+
+// The sum of the first n replicas' gradients by its formula: each part n times the gradient, as the wire rounds it, and
+// so the mean. The caller frees it.
+static float *summed_gradients(const MeshRun *run, int n) {
+    int bf16 = run->trainer.mesh.codec.wire == WIRE_BF16;
+    int64_t n_values = 0;
+    float *parts[PLACES] = {NULL};
+    for (int r = 0; r < n; r++) {
+        parts[r] = replica_values(run, r, ARENA_GRADS, &n_values);
+        for (int64_t i = 0; i < n_values; i++) {
+            parts[r][i] *= (float)n;
+            if (bf16) parts[r][i] = float_of_bf16(bf16_of_float(parts[r][i]));
+        }
+    }
+    for (int64_t i = 0; i < n_values; i++) {
+        float sum = 0.0f;
+        for (int r = 0; r < n; r++) sum += parts[r][i];
+        parts[0][i] = bf16 ? float_of_bf16(bf16_of_float(sum / (float)n)) : sum / (float)n;
+    }
+    for (int r = 1; r < n; r++) free(parts[r]);
+    return parts[0];
+}
+
+static void check_gradients(const MeshRun *run, int replica, const float *expected) {
+    int64_t n;
+    float *grads = replica_values(run, replica, ARENA_GRADS, &n);
+    check(memcmp(grads, expected, sizeof(float) * (size_t)n) == 0, "replica %d: another sum of gradients", replica);
+    free(grads);
+}
+
+// The first n replicas have the bits of the same ones in one process, and have sent what they have.
+static void check_apart(const Apart *apart, int n, const char *when) {
+    for (int p = 0; p < n; p++) {
+        int64_t n_values, n_expected;
+        float *values = replica_state(apart->runs[p], p, &n_values);
+        float *expected = replica_state(apart->whole, p, &n_expected);
+        int64_t i = 0;
+        while (i < n_values && memcmp(&values[i], &expected[i], sizeof(float)) == 0) i++;
+        check(n_values == n_expected && i == n_values, "%s: replica %d, value %lld of %lld differs", when, p,
+              (long long)i, (long long)n_values);
+        free(values);
+        free(expected);
+    }
+}
+
+static void check_apart_bytes(const Apart *apart) {
+    for (int p = 0; p < apart->n_places; p++) {
+        for (int s = 0; s < PLACE_STAGES; s++) {
+            int64_t sent = mesh_cell(&apart->runs[p]->trainer.mesh, p, s)->step.bytes[TRAFFIC_DP];
+            int64_t expected = mesh_cell(&apart->whole->trainer.mesh, p, s)->step.bytes[TRAFFIC_DP];
+            check(sent == expected && sent > 0, "replica %d, stage %d sends %lld bytes, in one process %lld", p, s,
+                  (long long)sent, (long long)expected);
+        }
+    }
+}
+
+static void apart_merge(Apart *apart) {
+    for (int f = 0; f < PLACE_FRAGMENTS; f++) {
+        mesh_merge(&apart->whole->trainer.mesh, &apart->whole->trainer.outer, f, 0.5f);
+        for (int p = 0; p < apart->n_places; p++)
+            mesh_merge(&apart->runs[p]->trainer.mesh, &apart->whole->trainer.outer, f, 0.5f);
+    }
+}
+
+#define APART DEEP "-n 100 -y 2 --local-steps 90 --fragments 3 --overlap 2 --powersgd-rank 3 "
+
+// Three rounds of averages in random turns against the same in one process, bit for bit. Must fail for: a mean in
+// another order, an owner's share that skips the wire's rounding, a warm start that is not kept, another owner here and
+// there, parts and means on one link, memory of another process that is touched.
+static void test_meeting_apart(void) {
+    static const char *const words[] = {APART "-x 2 ", APART "-x 3 --wire fp32 "};
+    write_corpus();
+    for (int i = 0; i < 2; i++) {
+        Apart apart;
+        apart_open(&apart, 2 + i, words[i]);
+        for (int round = 0; round < 3; round++) {
+            float *sum = summed_gradients(apart.whole, apart.n_places);
+            apart_begin(&apart, round);
+            apart_average_whole(&apart, round);
+            apart_finish(&apart, apart.n_places);
+            check_gradients(apart.whole, 0, sum);
+            free(sum);
+            check_apart(&apart, apart.n_places, "committed");
+            apart_merge(&apart);
+            check_apart(&apart, apart.n_places, "merged");
+        }
+        check_apart_bytes(&apart);
+        apart_close(&apart);
+    }
+}
+
+// Averages that are given up anywhere and begun anew, at last without the third replica: the same as if it had never
+// been there. Nothing changes before the commit. Must fail for: an error or warm start that changes on the way, means
+// divided by all replicas, messages of the attempt before.
+static void test_meeting_restart(void) {
+    Apart apart;
+    int taken = 0, unfinished = 0;
+    write_corpus();
+    apart_open(&apart, 3, APART "-x 3 ");
+    apart.whole->trainer.mesh.living[2] = 0;
+    float *sum = summed_gradients(apart.whole, 2);
+    apart_begin(&apart, 2); // the third owns some of them
+    apart_average_whole(&apart, 2);
+    apart_remember(&apart);
+    for (int attempt = 0; attempt < 12; attempt++) {
+        apart_drive(&apart, 3, 120 * attempt);
+        check_remembered(&apart, attempt);
+        for (int i = 0; i < PLACE_MEETINGS && attempt == 11; i++) {
+            const Meeting *meeting = &apart.meetings[0][i];
+            taken += meeting->seats[0].taken > 0, unfinished += !meeting_complete(meeting);
+        }
+        for (int p = 0; p < 3; p++) {
+            Mesh *mesh = &apart.runs[p]->trainer.mesh;
+            mesh->living[2] = attempt < 11;
+            for (int i = 0; i < PLACE_MEETINGS; i++)
+                check(meeting_restart(mesh, &apart.meetings[p][i]) == 0, "%s", error_message);
+        }
+    }
+    check(taken == PLACE_MEETINGS && unfinished == PLACE_MEETINGS, "of %d averages %d have begun and %d not ended",
+          PLACE_MEETINGS, taken, unfinished);
+    apart_finish(&apart, 2);
+    check_apart(&apart, 2, "without the third");
+    check_gradients(apart.runs[1], 1, sum);
+    free(sum);
+    apart_close(&apart);
+}
+
+// What is refused: a message of a wrong size from any peer, a commit before the end, to begin anew what is in place, a
+// mesh of one process whose replicas do not come. And no link holds more than one message in one process.
+static void test_meeting_refused(void) {
+    write_corpus();
+    MeshRun *run = mesh_run_open(APART "-x 3 ");
+    Mesh *mesh = &run->trainer.mesh;
+    const Outer *outer = &run->trainer.outer;
+    Meeting *meeting = &mesh->meetings[1];
+    const char four[4] = "abc";
+    int moved, most = 0;
+    check(meeting_begin(mesh, meeting, outer, 1, 0, 1) == 0, "%s", error_message);
+    check_error(meeting_commit(mesh, meeting, outer), "is not complete", "commit");
+    check(link_send(meeting_up(meeting, 0, 1), four, 4, 0.0) == 0, "%s", error_message);
+    while ((moved = meeting_advance(mesh, meeting)) > 0) continue;
+    check_error(moved, "average of stage 1: replica 0 sends 4 bytes of model.layers.", "a part of a wrong size");
+    check(meeting_restart(mesh, meeting) == 0, "%s", error_message);
+    check(link_send(meeting_down(meeting, 2, 1), four, 4, 0.0) == 0, "%s", error_message);
+    check_error(meeting_advance(mesh, meeting), "replica 1 sends 4 bytes", "a mean of a wrong size");
+    check(meeting_restart(mesh, meeting) == 0, "%s", error_message);
+    check(link_send(meeting_down(meeting, 2, 1), mesh->message, mesh->message_bytes, 0.0) == 0, "%s", error_message);
+    check_error(meeting_advance(mesh, meeting), "bytes", "a mean that is too long");
+    check(meeting_restart(mesh, meeting) == 0, "%s", error_message);
+    while ((moved = meeting_advance(mesh, meeting)) > 0)
+        for (int i = 0; i < 9; i++)
+            most = (int)larger(most, larger(link_waiting(&meeting->up[i]), link_waiting(&meeting->down[i])));
+    check(moved == 0 && meeting_complete(meeting) && most == 1, "%d messages on a link", most);
+    check(meeting_commit(mesh, meeting, outer) == 0, "%s", error_message);
+    check(!meeting_complete(meeting) && meeting_advance(mesh, meeting) == 0, "a closed average goes on");
+    check(meeting_begin(mesh, meeting, NULL, 1, ALL_GRADIENTS, 0) == 0 && meeting_advance(mesh, meeting) == 1, "%s",
+          error_message);
+    check_error(meeting_restart(mesh, meeting), "is not begun anew", "in place");
+    mesh_cell(mesh, 2, 1)->hosted = 0;
+    check_error(mesh_average(mesh, outer, 1, 0, 0), "an average is stuck: stage 1", "a replica that does not come");
+    mesh_run_close(run);
+}
+
 #ifndef DEVICE_CUDA // reads and writes the host's tensors
 // Outer steps: every step, full rank, rate 1, no momentum: the average of the replicas. Low rank: all replicas hold the
 // same merged weights after every merge, every tensor is in one fragment, and traffic is what the ranks say.
@@ -7916,6 +8246,9 @@ static const struct {
     {"codec_table", test_codec_table},
     {"bias_resume", test_bias_resume},
     {"dense", test_dense},
+    {"meeting_apart", test_meeting_apart},
+    {"meeting_restart", test_meeting_restart},
+    {"meeting_refused", test_meeting_refused},
     {"probe", test_probe},
     {"partition", test_partition},
     {"estimate", test_estimate},

@@ -1540,15 +1540,15 @@ typedef struct {
 } KltPlace;
 
 typedef struct {
-    int n_replicas, n_stages;      // of the fast circuit
-    int living[MESH_MAX_REPLICAS]; // which replicas are in the run
-    int asynchronous, stash; // a step is one micro-batch, seen by versions of the weights; backward by the forward's
+    int n_replicas, n_stages; // of the fast circuit
+    int asynchronous, stash;  // a step is one micro-batch, seen by versions of the weights; backward by the forward's
     int micro_batch;
-    Cell *cells;              // (n_replicas, n_stages)
-    Link *forward, *backward; // (n_replicas, n_stages - 1)
-    Link *check;              // the same: states in a validation that several processes do together
-    struct Node *node;        // how others' cells are reached; NULL: all cells are of this process
-    Meeting *meetings;        // (n_stages) the average at work; NULL: one replica
+    int living[MESH_MAX_REPLICAS]; // (n_replicas) which replicas are in the run: averages are theirs
+    Cell *cells;                   // (n_replicas, n_stages)
+    Link *forward, *backward;      // (n_replicas, n_stages - 1)
+    Link *check;                   // the same: states in a validation that several processes do together
+    Meeting *meetings;             // (n_stages) the average at work; NULL: one replica
+    struct Node *node;             // how others' cells are reached; NULL: all cells are of this process
     Codec codec;
     CodecEnd *ends; // (n_replicas, n_stages - 1, 2): of each boundary the stage before it, the stage behind it
     LinkSpeed speed;
