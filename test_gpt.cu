@@ -3946,9 +3946,26 @@ static void check_joined(const MeshRun *fresh, const char *folder, int from, int
     safetensors_close(&b);
 }
 
+// A run whose cells have read another's shards goes on as that one does; both without an anchor.
+static void check_goes_on(MeshRun *run, MeshRun *fresh, const char *folder) {
+    char a[192], b[192], other[80];
+    const Mesh *mesh = &run->trainer.mesh;
+    fresh->trainer.progress = run->trainer.progress, fresh->trainer.outer = run->trainer.outer;
+    for (int step = 0; step < 3; step++) mesh_run_step(run), mesh_run_step(fresh);
+    snprintf(other, sizeof other, "%s_fresh", folder);
+    save_shards(run, folder);
+    save_shards(fresh, other);
+    for (int i = 0; i < mesh->n_replicas * mesh->n_stages; i++) {
+        snprintf(a, sizeof a, "%s/cell_%d_%d.bin", folder, mesh->cells[i].replica, mesh->cells[i].index);
+        snprintf(b, sizeof b, "%s/cell_%d_%d.bin", other, mesh->cells[i].replica, mesh->cells[i].index);
+        check(same_file(a, b), "three steps later %s differs", a);
+    }
+}
+
 // Shards of all kinds of runs: saved twice, and read by a cell that knew nothing, they are the same bytes; another
-// replica's cell takes them; and the stages' weights merge into the model file. Must fail for: an arena, versions,
-// bases, warm starts, an end of the codec, counters or clocks left out; parameters where merged ones are wanted.
+// replica's cell takes them; the stages' weights merge into the model file; and the run goes on. Must fail for: an
+// arena, versions, bases, warm starts, an end of the codec, counters or clocks left out; parameters merged for merged
+// ones.
 static void test_shards(void) {
     static const struct {
         const char *words, *holds[3]; // in the shard of the last replica's second stage
@@ -3956,7 +3973,8 @@ static void test_shards(void) {
         {"-p 0.5 -x 2 -y 3 --anchor 0 --local-steps 2 --fragments 2 --link-mbps 1 --device-tflops 1e-5 --optimizer "
          "rotate --rotate-every 2",
          {"pending.model.layers.3.mlp.up_proj.weight", "bases", "powersgd"}},
-        {"-y 3 --codec aqsgd -x 1 --micro-batch 5 --schedule async --no-stash --optimizer pipemare",
+        {"-y 3 --codec aqsgd -x 1 --micro-batch 5 --schedule async --no-stash --optimizer pipemare --link-mbps 1 "
+         "--device-tflops 1e-5",
          {"codec.before.seen", "older.1.model.layers.3.mlp.up_proj.weight", "delta.model.layers.3.mlp.up_proj.weight"}},
         {"--codec klt -p 0.8 -x 3 -y 2 --anchor-delay 3 --dp none",
          {"codec.before.backward", "m.lm_head.weight", "v.model.norm.weight"}}};
@@ -3982,6 +4000,7 @@ static void test_shards(void) {
             }
             check_merge(run, folder, r);
         }
+        if (!run->trainer.anchored) check_goes_on(run, fresh, again);
         for (int s = 0; s < Y; s++) check_joined(fresh, folder, R - 1, 0, s, 5);
         snprintf(name[0], sizeof name[0], "%s/cell_%d_1.bin", folder, R - 1);
         SafeTensors file;
@@ -4019,7 +4038,8 @@ static void check_refused(Cell *cell, const CellState *about, const char *path, 
 
 #define SHARD_RUN(ffn, optimizer)                                                                                      \
     "--init d=16,layers=3,heads=2,kv=1,ffn=" ffn ",vocab=258,ctx=32 -d @/corpus.jsonl -b 3 -t 8 --threads 2 -n 100 "   \
-    "-x 2 -y 3 --anchor 0 -p 0.5 --local-steps 2 --micro-batch 3 --schedule async --optimizer " optimizer
+    "-x 2 -y 3 --anchor 0 -p 0.5 --local-steps 2 --micro-batch 3 --schedule async --device-tflops 1e-5 "               \
+    "--optimizer " optimizer
 
 // Shards that are cut short, of another stage, step, version or shape, with a tensor missing, too many, of another
 // dtype, or a description that makes no sense; and any byte of the header changed.
