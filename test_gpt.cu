@@ -3946,6 +3946,18 @@ static void check_joined(const MeshRun *fresh, const char *folder, int from, int
     safetensors_close(&b);
 }
 
+// Both sides of all boundaries remember the same in two runs.
+static void check_same_ends(const MeshRun *a, const MeshRun *b) {
+    CodecState of_a[CODEC_STATES], of_b[CODEC_STATES];
+    for (int i = 0; i < mesh_n_ends(&a->trainer.mesh); i++) {
+        int n = codec_end_states(&a->trainer.mesh.ends[i], of_a);
+        check(codec_end_states(&b->trainer.mesh.ends[i], of_b) == n, "end %d: other states", i);
+        for (int k = 0; k < n; k++)
+            check(memcmp(of_a[k].data, of_b[k].data, (size_t)of_a[k].n_bytes) == 0, "end %d: another %s", i,
+                  of_a[k].name);
+    }
+}
+
 // A run whose cells have read another's shards goes on as that one does; both without an anchor.
 static void check_goes_on(MeshRun *run, MeshRun *fresh, const char *folder) {
     char a[192], b[192], other[80];
@@ -4000,6 +4012,7 @@ static void test_shards(void) {
             }
             check_merge(run, folder, r);
         }
+        check_same_ends(run, fresh);
         if (!run->trainer.anchored) check_goes_on(run, fresh, again);
         for (int s = 0; s < Y; s++) check_joined(fresh, folder, R - 1, 0, s, 5);
         snprintf(name[0], sizeof name[0], "%s/cell_%d_1.bin", folder, R - 1);
@@ -4123,6 +4136,10 @@ static void test_merge_refused(void) {
     check(model_merge(folder, &trainer->config, 1, 0, trainer->side_files, out) == -1 &&
               strstr(error_message, "is of stage 0 of 2, stage 0 of 1 is needed") != NULL,
           "one stage of two: %s", error_message);
+    check(file_make_folders(scratch_path("merge_over")) == 0 &&
+              model_merge(folder, &trainer->config, 2, 0, trainer->side_files, scratch_path("merge_over")) == -1 &&
+              !file_exists(scratch_path("merge_over.tmp")),
+          "a folder in the way: %s", error_message);
     Config wider = trainer->config;
     wider.ffn++;
     check(model_merge(folder, &wider, 2, 0, trainer->side_files, out) == -1 &&
