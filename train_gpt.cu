@@ -4347,16 +4347,17 @@ typedef struct {
     int64_t shape[2], n;
     float *values; // F32 in tensor memory; NULL: U8
     void *bytes;   // U8, the host's
-} Piece;
+} ShardTensor;
 
 typedef struct {
-    Piece *list;
+    ShardTensor *list;
     int n;
-} Pieces;
+} ShardTensors;
 
 // A row of n values, or bytes where values are NULL; none for n = 0.
-static void pieces_add(Pieces *pieces, const char *prefix, const char *name, float *values, void *bytes, int64_t n) {
-    Piece *piece = &pieces->list[pieces->n];
+static void pieces_add(ShardTensors *pieces, const char *prefix, const char *name, float *values, void *bytes,
+                       int64_t n) {
+    ShardTensor *piece = &pieces->list[pieces->n];
     if (n == 0) return;
     snprintf(piece->name, sizeof piece->name, "%s%s", prefix, name);
     piece->n_dims = 1, piece->shape[0] = piece->n = n;
@@ -4365,10 +4366,10 @@ static void pieces_add(Pieces *pieces, const char *prefix, const char *name, flo
 }
 
 // The tensors of an arena as prefix + their name; none of an arena that the stage has not.
-static void pieces_add_arena(Pieces *pieces, const Stage *stage, float *arena, const char *prefix) {
+static void pieces_add_arena(ShardTensors *pieces, const Stage *stage, float *arena, const char *prefix) {
     for (int i = 0; i < stage->n_tensors && arena != NULL; i++) {
         const Tensor *tensor = &stage->tensors[i];
-        Piece *piece = &pieces->list[pieces->n];
+        ShardTensor *piece = &pieces->list[pieces->n];
         pieces_add(pieces, prefix, tensor->name, arena + tensor->offset, NULL, tensor->n);
         piece->n_dims = tensor->n_dims;
         piece->shape[0] = tensor->shape[0], piece->shape[1] = tensor->shape[1];
@@ -4378,14 +4379,14 @@ static void pieces_add_arena(Pieces *pieces, const Stage *stage, float *arena, c
 // All that a cell's shard holds, in the order of the file: parameters if wanted, moments, PipeMare's delta, the state
 // of outer steps, the older versions of the weights, the rotation's bases and PowerSGD's warm starts as one row each,
 // and what the codec remembers of the cell's ends. The caller frees the list.
-static int cell_pieces(Pieces *pieces, const Cell *cell, const CellState *about, int with_params) {
+static int cell_pieces(ShardTensors *pieces, const Cell *cell, const CellState *about, int with_params) {
     static const char *const end_names[2] = {"codec.before.", "codec.behind."};
     const Stage *stage = &cell->stage;
     int n_older = versions_held(stage->delay, about->step);
     size_t room = (size_t)stage->n_tensors * (size_t)(8 + n_older) + 2 + 2 * CODEC_STATES;
     char prefix[32];
     CodecState states[CODEC_STATES];
-    pieces->n = 0, pieces->list = (Piece *)calloc(room, sizeof(Piece));
+    pieces->n = 0, pieces->list = (ShardTensor *)calloc(room, sizeof(ShardTensor));
     if (pieces->list == NULL) return error_set("out of memory for the list of a shard's tensors");
     pieces_add_arena(pieces, stage, with_params ? stage->params : NULL, "p.");
     pieces_add_arena(pieces, stage, stage->m, "m.");
@@ -4414,7 +4415,7 @@ static int cell_pieces(Pieces *pieces, const Cell *cell, const CellState *about,
 // Writes a cell's shard: all that another machine needs to go on with it, in a safetensors container whose metadata say
 // whose it is. The same state gives the same bytes. with_params: the parameters too, else the model file has them.
 static int cell_save(const Cell *cell, const CellState *about, const char *path, int with_params) {
-    Pieces pieces;
+    ShardTensors pieces;
     SafeTensorsWriter writer;
     json_t *json = cell_to_json(cell, about);
     char *text = json != NULL ? json_dumps(json, JSON_COMPACT) : NULL;
@@ -4429,13 +4430,13 @@ static int cell_save(const Cell *cell, const CellState *about, const char *path,
     }
     int result = 0;
     for (int i = 0; i < pieces.n && result == 0; i++) {
-        const Piece *piece = &pieces.list[i];
+        const ShardTensor *piece = &pieces.list[i];
         Dtype dtype = piece->values != NULL ? DTYPE_F32 : DTYPE_U8;
         result = safetensors_declare(&writer, piece->name, dtype, piece->shape, piece->n_dims);
     }
     if (result == 0) result = safetensors_begin(&writer, path);
     for (int i = 0; i < pieces.n && result == 0; i++) {
-        const Piece *piece = &pieces.list[i];
+        const ShardTensor *piece = &pieces.list[i];
         if (piece->values != NULL)
             stage_append(&cell->stage, &writer, piece->values, piece->n, DTYPE_F32);
         else
@@ -4485,18 +4486,18 @@ static const SafeTensor *shard_tensor(const SafeTensors *file, const char *name,
     return NULL;
 }
 
-static const SafeTensor *shard_piece(const SafeTensors *file, const Piece *piece) {
+static const SafeTensor *shard_piece(const SafeTensors *file, const ShardTensor *piece) {
     return shard_tensor(file, piece->name, piece->values != NULL ? DTYPE_F32 : DTYPE_U8, piece->shape, piece->n_dims);
 }
 
 // Checks all of the pieces before the first is read.
-static int shard_read(const SafeTensors *file, Stage *stage, const Pieces *pieces) {
+static int shard_read(const SafeTensors *file, Stage *stage, const ShardTensors *pieces) {
     for (int i = 0; i < pieces->n; i++)
         if (shard_piece(file, &pieces->list[i]) == NULL) return -1;
     if (file->n_tensors != pieces->n)
         return error_set("%s: holds %d tensors, the cell has %d", file->path, file->n_tensors, pieces->n);
     for (int i = 0; i < pieces->n; i++) {
-        const Piece *piece = &pieces->list[i];
+        const ShardTensor *piece = &pieces->list[i];
         const SafeTensor *tensor = shard_piece(file, piece);
         if (piece->values == NULL)
             memcpy(piece->bytes, tensor->data, (size_t)piece->n);
@@ -4513,7 +4514,7 @@ static int cell_load(Cell *cell, const CellState *about, const char *path, int w
     char first[128];
     Stage *stage = &cell->stage;
     SafeTensors file;
-    Pieces pieces = {NULL, 0};
+    ShardTensors pieces = {NULL, 0};
     if (safetensors_open(&file, path)) return -1;
     snprintf(first, sizeof first, "p.%s", stage->tensors[0].name);
     if (safetensors_find(&file, first) != NULL) with_params = 1;
