@@ -75,14 +75,14 @@ typedef struct {
     int64_t n_bytes[WIRE_FRAMES];
     int n;
     uint64_t draws;
-} Wire;
+} LossyWire;
 
-static uint32_t wire_draw(Wire *wire) {
+static uint32_t lossy_draw(LossyWire *wire) {
     return rand_block(11, RAND_TEST, 40, wire->draws++).v[0];
 }
 
-static void wire_put(Wire *wire, const Frame *frame, const unsigned char *piece) {
-    int copies = wire_draw(wire) % 8 == 0 ? 0 : wire_draw(wire) % 16 == 0 ? 2 : 1;
+static void lossy_put(LossyWire *wire, const Frame *frame, const unsigned char *piece) {
+    int copies = lossy_draw(wire) % 8 == 0 ? 0 : lossy_draw(wire) % 16 == 0 ? 2 : 1;
     for (int i = 0; i < copies && wire->n < WIRE_FRAMES; i++) {
         int64_t n = FRAME_HEADER + frame->piece_bytes;
         wire->frames[wire->n] = (unsigned char *)malloc((size_t)n);
@@ -92,9 +92,9 @@ static void wire_put(Wire *wire, const Frame *frame, const unsigned char *piece)
 }
 
 // One of the first four frames, to be freed, or NULL.
-static unsigned char *wire_get(Wire *wire, int64_t *n_bytes) {
+static unsigned char *lossy_get(LossyWire *wire, int64_t *n_bytes) {
     if (wire->n == 0) return NULL;
-    int i = (int)(wire_draw(wire) % 4) % wire->n;
+    int i = (int)(lossy_draw(wire) % 4) % wire->n;
     unsigned char *frame = wire->frames[i];
     *n_bytes = wire->n_bytes[i];
     wire->n--;
@@ -108,8 +108,8 @@ static int64_t stream_test_bytes(int k) {
     return sizes[k % 6];
 }
 
-static void stream_test_submit(Sender *s, int k) {
-    Outgoing *message = (Outgoing *)calloc(1, sizeof *message);
+static void stream_test_submit(NetSender *s, int k) {
+    NetMessage *message = (NetMessage *)calloc(1, sizeof *message);
     message->fd = -1, message->n_bytes = stream_test_bytes(k), message->channel = (uint64_t)k;
     message->data = (unsigned char *)malloc((size_t)message->n_bytes + 1);
     memset(message->data, k + 1, (size_t)message->n_bytes);
@@ -117,9 +117,9 @@ static void stream_test_submit(Sender *s, int k) {
 }
 
 typedef struct {
-    Sender s;
-    Receiver r;
-    Wire up, down;
+    NetSender s;
+    NetReceiver r;
+    LossyWire up, down;
     int next; // message
     double now;
     uint64_t epoch;
@@ -137,31 +137,31 @@ static void stream_test_arrived(StreamTest *t) {
 
 static void stream_test_turn(StreamTest *t) {
     Frame frame;
-    const Outgoing *from;
+    const NetMessage *from;
     int64_t n;
     unsigned char *bytes, *piece = (unsigned char *)malloc(FRAME_PIECE);
     t->now += 0.01;
     if (sender_deadline(&t->s) > 0.0 && t->now >= sender_deadline(&t->s)) sender_timeout(&t->s, t->now);
     for (int i = 0; i < 4 && sender_next(&t->s, &frame, &from); i++) {
         frame.stamp = (uint64_t)(t->now * 1e6) + 1;
-        outgoing_read(from, &frame, piece);
-        wire_put(&t->up, &frame, piece);
+        net_message_read(from, &frame, piece);
+        lossy_put(&t->up, &frame, piece);
         sender_sent(&t->s, t->now);
     }
-    for (int i = 0; i < 4 && (bytes = wire_get(&t->up, &n)) != NULL; i++) {
+    for (int i = 0; i < 4 && (bytes = lossy_get(&t->up, &n)) != NULL; i++) {
         check(frame_parse(&frame, bytes, n) == 0, "%s", error_message);
         if (receiver_is_next(&t->r, &frame) &&
             receiver_take(&t->r, &frame, bytes + FRAME_HEADER, 1 << 20, RECEIVER_MEMORY) == 1)
             stream_test_arrived(t);
         free(bytes);
-        if (t->r.ack_due) receiver_ack(&t->r, &frame, 0), wire_put(&t->down, &frame, NULL), t->r.ack_due = 0;
+        if (t->r.ack_due) receiver_ack(&t->r, &frame, 0), lossy_put(&t->down, &frame, NULL), t->r.ack_due = 0;
     }
-    while ((bytes = wire_get(&t->down, &n)) != NULL) {
+    while ((bytes = lossy_get(&t->down, &n)) != NULL) {
         frame_parse(&frame, bytes, n);
-        for (Outgoing *next, *done = sender_ack(&t->s, &frame, t->now + 0.005, t->epoch + 1); done != NULL;
+        for (NetMessage *next, *done = sender_ack(&t->s, &frame, t->now + 0.005, t->epoch + 1); done != NULL;
              done = next) {
             next = done->next;
-            outgoing_free(done);
+            net_message_free(done);
         }
         if (t->s.epoch > t->epoch) t->epoch = t->s.epoch;
         free(bytes);
@@ -193,7 +193,7 @@ static void test_net_stream(void) {
     check(t.epoch > 5, "the stream was not begun anew");
     receiver_abandon(&t.r);
     sender_free(&t.s);
-    for (int64_t n; t.up.n > 0;) free(wire_get(&t.up, &n));
+    for (int64_t n; t.up.n > 0;) free(lossy_get(&t.up, &n));
 }
 
 #ifdef WITH_ZMQ
@@ -473,7 +473,8 @@ static void world_send(World *world, uint32_t from, uint32_t to, int control, in
     free(bytes);
 }
 
-// Node 0. beat: 0.2 where the test waits for what takes some beats, 1 where no delay of the machine may look like one.
+// Node 0. beat: 0.2 where the test waits for what takes some beats, 1 where no delay of the machine may look like
+// one.
 static void world_host(World *world, double beat, int64_t inbox_bytes) {
     memset(world, 0, sizeof *world);
     world->limits.beat = beat, world->limits.inbox_bytes = inbox_bytes;

@@ -8,7 +8,7 @@
 
 enum { LENGTH = 3, LIMIT = 600 * 1024 };
 
-static void fuzz_receive(Receiver *r, const Frame *frame, const unsigned char *piece) {
+static void fuzz_receive(NetReceiver *r, const Frame *frame, const unsigned char *piece) {
     Frame ack;
     if (receiver_is_next(r, frame)) {
         uint64_t expected = r->expected;
@@ -25,7 +25,7 @@ static void fuzz_receive(Receiver *r, const Frame *frame, const unsigned char *p
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    Receiver r;
+    NetReceiver r;
     Frame frame;
     receiver_init(&r);
     while (size > LENGTH) {
