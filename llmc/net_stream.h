@@ -3,10 +3,11 @@
 // changes or the relay's pipe is full, so a receiver keeps nothing that is out of order and the sender goes back to the
 // first that is missing (go-back-N).
 //
-//   Sender:    sender_submit(&s, message)     sender_next(&s, &frame, &message)  ->  put on a wire  ->  sender_sent(&s,
-//   now)
-//              done = sender_ack(&s, &frame, now, epoch)     at sender_deadline(&s): sender_timeout(&s, now)
-//   Receiver:  receiver_is_next, receiver_take(&r, &frame, piece, limit, fd)     r.ack_due: receiver_ack(&r, &frame)
+//   sends     sender_submit(&s, message)
+//             sender_next(&s, &frame, &message)  ->  put on a wire  ->  sender_sent(&s, now)
+//             done = sender_ack(&s, &frame, now, epoch)     at sender_deadline(&s): sender_timeout(&s, now)
+//   receives  receiver_is_next(&r, &frame): receiver_take(&r, &frame, piece, limit, fd)
+//             r.ack_due: receiver_ack(&r, &frame)
 //
 //   seq:  ... base ......... cursor ......... end ...
 //   acknowledged | on their way | to be sent again | not cut from messages yet
