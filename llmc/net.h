@@ -325,6 +325,7 @@ static inline int net_expect_file(Net *net, uint32_t from, uint64_t channel, con
 // nothing will come any more.
 static inline int net_next(Net *net, NetEvent *event) {
     char failure[ERROR_MAX];
+    memset(event, 0, sizeof *event);
     pthread_mutex_lock(&net->lock);
     NetEventItem *item = net->first_event;
     memcpy(failure, net->failure, sizeof failure);
