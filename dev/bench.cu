@@ -1,5 +1,5 @@
 // Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [mesh] [rotate]
-// [256|1024] [fp32|bf16].
+// [net] [256|1024] [fp32|bf16].
 //
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
@@ -11,12 +11,19 @@
 //   rotate what `--optimizer rotate` adds to an AdamW step of 124M, refreshes every 10 steps: a layer's seven matrices
 //          are stepped, and taken times 12; the step is reckoned from a micro-batch of 1,024 tokens and an update.
 //          Three rounds, in each of them all that is compared; medians of the rounds' values and shares
+//   net    only if named: one stream of 268 MB over loopback with CURVE, both ends in this process; a coordinator with
+//   64
+//          idle joiners, which another process has
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
 // of the step. bench.h has the FLOPs of a token.
 #define BENCHMARK
 #include "../train_gpt.cu"
 #include "bench.h" // median, flops_per_token, fill_batch, rotate_product_flops
+#include "../llmc/net.h"
+
+#include <sys/resource.h> // getrusage
+#include <sys/wait.h>     // waitpid
 
 // GFLOP/s of one 2048^3 product, operands already in the precision's type.
 static double matmul_peak(float *buffer, Stream *stream) {
@@ -612,6 +619,120 @@ static int bench_rotate(void) {
     return 0;
 }
 
+// Seconds of all processors that this process has used.
+static double bench_cpu(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+           1e-6 * (double)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+}
+
+// Memory of this process that is there, bytes.
+static int64_t bench_resident(void) {
+    long long size = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "re");
+    if (file == NULL) return 0;
+    if (fscanf(file, "%lld %lld", &size, &resident) != 2) resident = 0;
+    fclose(file);
+    return resident * sysconf(_SC_PAGESIZE);
+}
+
+// Waits for an event of a kind and gives its sender; others are thrown away. NET_NOBODY: none came.
+static uint32_t bench_net_event(Net *net, int kind) {
+    NetEvent event;
+    for (double until = seconds() + 60.0; seconds() < until;) {
+        if (net_wait(net, 1.0) < 0) break;
+        if (net_next(net, &event) != 1) continue;
+        free(event.data);
+        if (event.kind == kind) return event.from;
+    }
+    error_set("the network: an event has not come");
+    return NET_NOBODY;
+}
+
+static int bench_net_stream(void) {
+    enum { SIZE = 8 << 20, MESSAGES = 32 };
+    char text[NET_TOKEN];
+    NetKeys keys;
+    NetToken token;
+    NetStatus status;
+    Net *joiner = NULL, *host = net_keys_make(&keys) ? NULL : net_host("tcp://127.0.0.1:*", &keys, NULL);
+    unsigned char *bytes = (unsigned char *)calloc(1, SIZE);
+    if (host == NULL || bytes == NULL || net_token_print(text, sizeof text, &keys, net_endpoint(host)) ||
+        net_token_parse(&token, text) || (joiner = net_join(&token, NULL, NULL)) == NULL ||
+        net_admit(host, bench_net_event(host, NET_HELLO), 1) || bench_net_event(joiner, NET_ADMITTED) != 1)
+        return -1;
+    double start = seconds(), cpu = bench_cpu();
+    for (int i = 0; i < MESSAGES; i++)
+        if (net_send(joiner, 0, 0, (uint64_t)i, bytes, SIZE)) return -1;
+    for (int i = 0; i < MESSAGES; i++)
+        if (bench_net_event(host, NET_MESSAGE) != 1) return -1;
+    double took = seconds() - start, gigabytes = 1e-9 * SIZE * MESSAGES;
+    cpu = bench_cpu() - cpu;
+    if (net_status(joiner, 0, &status)) return -1;
+    printf("network: %.0f MB over loopback in %.2f s: %.0f MB/s, %.2f s of processors a GB for both ends, %.1f MB sent "
+           "again\n",
+           1e3 * gigabytes, took, 1e3 * gigabytes / took, cpu / gigabytes, 1e-6 * (double)status.resent);
+    net_close(joiner);
+    net_close(host);
+    free(bytes);
+    return 0;
+}
+
+enum { BENCH_JOINERS = 64 };
+
+// The joiners' process: they join, and are there until the pipe is closed.
+static void bench_net_joiners(int from) {
+    char text[NET_TOKEN];
+    NetToken token;
+    if (read(from, text, sizeof text) != (ssize_t)sizeof text || net_token_parse(&token, text)) _exit(1);
+    for (int i = 0; i < BENCH_JOINERS; i++)
+        if (net_join(&token, NULL, NULL) == NULL) _exit(1);
+    _exit(read(from, text, 1) == 0 ? 0 : 1);
+}
+
+// How long the coordinator's processor works for idle joiners, and what memory they take there.
+static int bench_net_idle(void) {
+    int ends[2];
+    char text[NET_TOKEN] = "";
+    NetKeys keys;
+    if (pipe(ends) != 0) return error_set("pipe: %s", strerror(errno));
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        close(ends[1]);
+        bench_net_joiners(ends[0]);
+    }
+    close(ends[0]);
+    int64_t resident = bench_resident();
+    Net *host = net_keys_make(&keys) ? NULL : net_host("tcp://127.0.0.1:*", &keys, NULL);
+    if (child < 0 || host == NULL || net_token_print(text, sizeof text, &keys, net_endpoint(host)) ||
+        write(ends[1], text, sizeof text) != (ssize_t)sizeof text)
+        return -1;
+    for (uint32_t id = 1; id <= BENCH_JOINERS; id++)
+        if (net_admit(host, bench_net_event(host, NET_HELLO), id)) return -1;
+    double rest = seconds() + 8.0, start = 0.0, cpu = 0.0; // until rates are those of rest, and 10 s then
+    while (start == 0.0 || seconds() < start + 10.0) {
+        net_wait(host, 1.0);
+        if (start == 0.0 && seconds() > rest) start = seconds(), cpu = bench_cpu();
+    }
+    cpu = (bench_cpu() - cpu) / (seconds() - start);
+    NetStatus status;
+    int64_t up = 0, down = 0;
+    for (uint32_t id = 1; id <= BENCH_JOINERS; id++) {
+        if (net_status(host, id, &status)) return -1;
+        if (status.silence > 3.0) return error_set("the network: joiner %u is silent", id);
+        up += (int64_t)status.up_rate, down += (int64_t)status.down_rate;
+    }
+    printf(
+        "network: %d idle joiners: the coordinator uses %.2f %% of a processor, %.1f MB, %lld bytes/s up, %lld down\n",
+        BENCH_JOINERS, 1e2 * cpu, 1e-6 * (double)(bench_resident() - resident), (long long)up, (long long)down);
+    net_close(host);
+    close(ends[1]);
+    waitpid(child, NULL, 0);
+    return 0;
+}
+
 static int bench_named(int argc, char **argv, const char *name) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], name) == 0) return 1;
@@ -627,7 +748,8 @@ int main(int argc, char **argv) {
     int result = 0;
     int parts = bench_named(argc, argv, "parts"), small = bench_named(argc, argv, "124m");
     int large = bench_named(argc, argv, "1b"), mesh = bench_named(argc, argv, "mesh");
-    int rotate = bench_named(argc, argv, "rotate"), all = !parts && !small && !large && !mesh && !rotate;
+    int rotate = bench_named(argc, argv, "rotate"), net = bench_named(argc, argv, "net");
+    int all = !parts && !small && !large && !mesh && !rotate && !net;
     double step = 0.0;
     for (int p = 0; p < 2 && result == 0; p++) {
         Precision precision = (Precision)p;
@@ -642,6 +764,7 @@ int main(int argc, char **argv) {
         if (result == 0 && (all || large)) result = bench_model("1B", "llama-3.2-1b", 1, 128, 1, precision, 1, &step);
     }
     if (result == 0 && (all || rotate)) result = bench_rotate();
+    if (result == 0 && net) result = bench_net_stream() || bench_net_idle() ? -1 : 0;
     if (result != 0) printf("bench: %s\n", error_message);
     return result != 0;
 }

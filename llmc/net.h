@@ -37,11 +37,11 @@ static inline void net_close(Net *net) {
     for (int i = 0; i < 4; i++)
         if (sockets[i] != NULL) zmq_close(sockets[i]);
     if (net->context != NULL) zmq_ctx_term(net->context);
-    for (Command *next, *command = net->first_command; command != NULL; command = next) {
+    for (NetCommand *next, *command = net->first_command; command != NULL; command = next) {
         next = command->next;
         command_free(command);
     }
-    for (EventItem *next, *item = net->first_event; item != NULL; item = next) {
+    for (NetEventItem *next, *item = net->first_event; item != NULL; item = next) {
         next = item->next;
         free(item->event.data);
         free(item);
@@ -117,7 +117,7 @@ static inline Net *net_host(const char *endpoint, const NetKeys *keys, const Net
 // error.
 static inline Net *net_join(const NetToken *token, const char *listen, const NetLimits *limits) {
     Net *net = net_new(limits);
-    Node *coordinator = net == NULL ? NULL : net_node_add(net, 0, 0);
+    NetNode *coordinator = net == NULL ? NULL : net_node_add(net, 0, 0);
     if (coordinator == NULL) {
         if (net != NULL) error_set("no memory for the network");
         net_close(net);
@@ -147,7 +147,7 @@ static inline const char *net_public_key(const Net *net) {
 }
 
 // Gives the thread a command for a line that there is (life 0: for none).
-static inline void net_command_give(Net *net, Command *command) {
+static inline void net_command_give(Net *net, NetCommand *command) {
     pthread_mutex_lock(&net->lock);
     net_command_push(net, command);
     pthread_mutex_unlock(&net->lock);
@@ -156,18 +156,18 @@ static inline void net_command_give(Net *net, Command *command) {
 
 // A joiner asks for an id anew, after NET_UNKNOWN or NET_REFUSED.
 static inline void net_hello(Net *net) {
-    Command *command = command_new(COMMAND_HELLO, 0);
+    NetCommand *command = command_new(COMMAND_HELLO, 0);
     if (command != NULL) net_command_give(net, command);
 }
 
 // Gives who asked (NET_HELLO) an id, 1 .. 65535, that no node has. It is a node from here on.
 static inline int net_admit(Net *net, uint32_t handle, uint32_t id) {
     if (id == 0 || id >= FRAME_NODES) return error_set("network: %u is no node's id", id);
-    Command *command = command_new(COMMAND_ADMIT, id);
+    NetCommand *command = command_new(COMMAND_ADMIT, id);
     if (command == NULL) return -1;
     command->handle = handle;
     pthread_mutex_lock(&net->lock);
-    Line *line = net_line(net, id) != NULL ? NULL : net_line_add(net, id);
+    NetLine *line = net_line(net, id) != NULL ? NULL : net_line_add(net, id);
     if (line != NULL) command->life = line->life, net_command_push(net, command);
     pthread_mutex_unlock(&net->lock);
     net_wake_thread(net);
@@ -178,7 +178,7 @@ static inline int net_admit(Net *net, uint32_t handle, uint32_t id) {
 
 // Gives who asked no id, and tells it why.
 static inline int net_refuse(Net *net, uint32_t handle, const char *reason) {
-    Command *command = command_new(COMMAND_REFUSE, 0);
+    NetCommand *command = command_new(COMMAND_REFUSE, 0);
     if (command == NULL) return -1;
     command->handle = handle;
     snprintf(command->text, sizeof command->text, "%s", reason);
@@ -189,10 +189,10 @@ static inline int net_refuse(Net *net, uint32_t handle, const char *reason) {
 // Forgets a node: what comes from it is not looked at (the coordinator tells it NET_UNKNOWN), what was queued for it is
 // gone. Its events that were not taken yet stay.
 static inline void net_drop(Net *net, uint32_t id) {
-    Command *command = command_new(COMMAND_DROP, id);
+    NetCommand *command = command_new(COMMAND_DROP, id);
     if (command == NULL) return;
     pthread_mutex_lock(&net->lock);
-    Line *line = net_line(net, id);
+    NetLine *line = net_line(net, id);
     int known = line != NULL && (id != 0 || net->is_host);
     if (known) {
         command->life = line->life;
@@ -213,12 +213,12 @@ static inline int net_peer(Net *net, uint32_t id, const char *endpoint, const ch
     if (id == 0 || id >= FRAME_NODES || net->is_host) return error_set("network: node %u is no peer", id);
     if (strlen(public_key) != NET_KEY - 1) return error_set("network: node %u has no key of 40 characters", id);
     if (endpoint != NULL && net_endpoint_parse(endpoint, strlen(endpoint), &host, &n_host, &port)) return -1;
-    Command *command = command_new(COMMAND_PEER, id);
+    NetCommand *command = command_new(COMMAND_PEER, id);
     if (command == NULL) return -1;
     snprintf(command->endpoint, sizeof command->endpoint, "%s", endpoint != NULL ? endpoint : "");
     snprintf(command->key, sizeof command->key, "%s", public_key);
     pthread_mutex_lock(&net->lock);
-    Line *line = net_line(net, id);
+    NetLine *line = net_line(net, id);
     if (line == NULL) line = net_line_add(net, id);
     if (line != NULL) command->life = line->life, net_command_push(net, command);
     pthread_mutex_unlock(&net->lock);
@@ -236,15 +236,15 @@ static inline void net_generation(Net *net, uint32_t generation) {
 }
 
 // Queues a message for a node; takes it over in any case. n_bytes: what it adds to net_queued.
-static inline int net_submit(Net *net, uint32_t to, int stream, uint64_t channel, Outgoing *message) {
-    Command *command = command_new(COMMAND_SEND, to);
+static inline int net_submit(Net *net, uint32_t to, int stream, uint64_t channel, NetMessage *message) {
+    NetCommand *command = command_new(COMMAND_SEND, to);
     if (command == NULL) {
-        outgoing_free(message);
+        net_message_free(message);
         return -1;
     }
     command->stream = stream, command->message = message, message->channel = channel;
     pthread_mutex_lock(&net->lock);
-    Line *line = net_line(net, to);
+    NetLine *line = net_line(net, to);
     if (line != NULL) {
         message->generation = net->generation, command->life = line->life;
         line->given += message->n_bytes;
@@ -259,8 +259,8 @@ static inline int net_submit(Net *net, uint32_t to, int stream, uint64_t channel
     return error_set("network: node %u is not known (any more)", to);
 }
 
-static inline Outgoing *outgoing_new(int64_t n_bytes) {
-    Outgoing *message = (Outgoing *)calloc(1, sizeof *message);
+static inline NetMessage *net_message_new(int64_t n_bytes) {
+    NetMessage *message = (NetMessage *)calloc(1, sizeof *message);
     if (message == NULL) return NULL;
     message->fd = -1, message->n_bytes = n_bytes;
     return message;
@@ -269,7 +269,7 @@ static inline Outgoing *outgoing_new(int64_t n_bytes) {
 // Sends n_bytes of data to a node, as a control message (small; it never waits for others) or a bulk message. The bytes
 // are copied, and nothing is waited for. Returns 0, or -1: no memory, or no such node.
 static inline int net_send(Net *net, uint32_t to, int control, uint64_t channel, const void *data, int64_t n_bytes) {
-    Outgoing *message = n_bytes < 0 ? NULL : outgoing_new(n_bytes);
+    NetMessage *message = n_bytes < 0 ? NULL : net_message_new(n_bytes);
     if (message != NULL && n_bytes > 0) message->data = (unsigned char *)malloc((size_t)n_bytes);
     if (message == NULL || (n_bytes > 0 && message->data == NULL)) {
         free(message);
@@ -289,7 +289,7 @@ static inline int net_send_file(Net *net, uint32_t to, uint64_t channel, const c
         close(fd);
         return error_set("%s: not a regular file", path);
     }
-    Outgoing *message = outgoing_new((int64_t)info.st_size);
+    NetMessage *message = net_message_new((int64_t)info.st_size);
     if (message == NULL || (message->path = strdup(path)) == NULL) {
         free(message);
         close(fd);
@@ -302,8 +302,8 @@ static inline int net_send_file(Net *net, uint32_t to, uint64_t channel, const c
 // The next file that the node sends on the channel goes to path, if it has at most max_bytes. What is there is
 // overwritten; until NET_FILE it is a part of the new one, and it is not synced.
 static inline int net_expect_file(Net *net, uint32_t from, uint64_t channel, const char *path, int64_t max_bytes) {
-    Command *command = command_new(COMMAND_EXPECT, from);
-    Expected *expected = command == NULL ? NULL : (Expected *)calloc(1, sizeof *expected);
+    NetCommand *command = command_new(COMMAND_EXPECT, from);
+    NetExpected *expected = command == NULL ? NULL : (NetExpected *)calloc(1, sizeof *expected);
     if (expected == NULL) {
         free(command);
         return error_set("network: no memory");
@@ -311,7 +311,7 @@ static inline int net_expect_file(Net *net, uint32_t from, uint64_t channel, con
     command->expected = expected, expected->channel = channel, expected->max_bytes = max_bytes;
     int fits = snprintf(expected->path, sizeof expected->path, "%s", path) < (int)sizeof expected->path;
     pthread_mutex_lock(&net->lock);
-    Line *line = fits ? net_line(net, from) : NULL;
+    NetLine *line = fits ? net_line(net, from) : NULL;
     if (line != NULL) command->life = line->life, net_command_push(net, command);
     pthread_mutex_unlock(&net->lock);
     net_wake_thread(net);
@@ -325,8 +325,9 @@ static inline int net_expect_file(Net *net, uint32_t from, uint64_t channel, con
 // nothing will come any more.
 static inline int net_next(Net *net, NetEvent *event) {
     char failure[ERROR_MAX];
+    memset(event, 0, sizeof *event);
     pthread_mutex_lock(&net->lock);
-    EventItem *item = net->first_event;
+    NetEventItem *item = net->first_event;
     memcpy(failure, net->failure, sizeof failure);
     if (item != NULL) {
         net->first_event = item->next;
@@ -375,7 +376,7 @@ static inline void net_progress(Net *net, uint64_t progress) {
 static inline int net_status(Net *net, uint32_t id, NetStatus *status) {
     memset(status, 0, sizeof *status);
     pthread_mutex_lock(&net->lock);
-    const Line *line = net_line(net, id);
+    const NetLine *line = net_line(net, id);
     if (line != NULL) *status = line->status, status->queued = line->given - line->done;
     pthread_mutex_unlock(&net->lock);
     return line != NULL ? 0 : error_set("network: node %u is not known (any more)", id);
@@ -384,7 +385,7 @@ static inline int net_status(Net *net, uint32_t id, NetStatus *status) {
 // Bytes given to net_send and net_send_file for a node that have not arrived; 0 if it is not known.
 static inline int64_t net_queued(Net *net, uint32_t to) {
     pthread_mutex_lock(&net->lock);
-    const Line *line = net_line(net, to);
+    const NetLine *line = net_line(net, to);
     int64_t queued = line != NULL ? line->given - line->done : 0;
     pthread_mutex_unlock(&net->lock);
     return queued;

@@ -33,20 +33,20 @@ static inline double net_beats(const Net *net, double n) {
 // Sending
 
 // The node whose lanes carry frames to `node`: itself, the coordinator, or NULL while no way is known.
-static inline Node *net_carrier(Net *net, Node *node, int route) {
+static inline NetNode *net_carrier(Net *net, NetNode *node, int route) {
     if (route == NET_ROUTE_DIRECT) return node;
     return route == NET_ROUTE_RELAY ? net_node(net, 0) : NULL;
 }
 
-static inline void node_count_up(Node *node, int route, int64_t n_bytes) {
+static inline void node_count_up(NetNode *node, int route, int64_t n_bytes) {
     node->status.wire_up += n_bytes;
     if (route == NET_ROUTE_RELAY) node->status.relayed_up += n_bytes;
 }
 
 // Sends a frame without a message's piece. 0, or -1: not now.
-static inline int net_put_small(Net *net, Node *node, int route, int lane, Frame *frame, const void *piece) {
+static inline int net_put_small(Net *net, NetNode *node, int route, int lane, Frame *frame, const void *piece) {
     zmq_msg_t message;
-    Node *carrier = net_carrier(net, node, route);
+    NetNode *carrier = net_carrier(net, node, route);
     int64_t n = FRAME_HEADER + frame->piece_bytes;
     if (carrier == NULL || lane_is_blocked(&carrier->lanes[lane], net->now)) return -1;
     if (zmq_msg_init_size(&message, (size_t)n) != 0) return -1;
@@ -57,7 +57,7 @@ static inline int net_put_small(Net *net, Node *node, int route, int lane, Frame
     return 0;
 }
 
-static inline void net_beat_way(Net *net, Node *node, int way) {
+static inline void net_beat_way(Net *net, NetNode *node, int way) {
     Frame frame;
     int by_beat = net->is_host || node->id == 0;
     memset(&frame, 0, sizeof frame);
@@ -67,7 +67,7 @@ static inline void net_beat_way(Net *net, Node *node, int way) {
                   &frame, NULL);
 }
 
-static inline void net_send_acks(Net *net, Node *node) {
+static inline void net_send_acks(Net *net, NetNode *node) {
     for (int c = 0; c < FRAME_CLASSES; c++) {
         Frame frame;
         if (!node->in[c].ack_due) continue;
@@ -77,20 +77,20 @@ static inline void net_send_acks(Net *net, Node *node) {
     }
 }
 
-static inline void net_sent_file_failed(Net *net, Node *node, int stream, const Outgoing *message) {
+static inline void net_sent_file_failed(Net *net, NetNode *node, int stream, const NetMessage *message) {
     net_tell_text(net, NET_FILE_FAILED, node->id, "%s", error_message);
-    Outgoing *given_up = sender_give_up(&node->out[stream], message, net_epoch(net));
+    NetMessage *given_up = sender_give_up(&node->out[stream], message, net_epoch(net));
     if (given_up == NULL) return;
     node->done += given_up->n_bytes;
-    outgoing_free(given_up);
+    net_message_free(given_up);
 }
 
 // Sends the next frame of a stream, if there is one and it may go. Returns whether it did.
-static inline int net_pump(Net *net, Node *node, int stream) {
-    Sender *out = &node->out[stream];
+static inline int net_pump(Net *net, NetNode *node, int stream) {
+    NetSender *out = &node->out[stream];
     int lane = stream == FRAME_CONTROL ? LANE_CONTROL : LANE_BULK;
-    Node *carrier = net_carrier(net, node, node->route);
-    const Outgoing *from;
+    NetNode *carrier = net_carrier(net, node, node->route);
+    const NetMessage *from;
     Frame frame;
     zmq_msg_t message;
     if (carrier == NULL || lane_is_blocked(&carrier->lanes[lane], net->now) || !sender_next(out, &frame, &from))
@@ -99,7 +99,7 @@ static inline int net_pump(Net *net, Node *node, int stream) {
     unsigned char *bytes = (unsigned char *)zmq_msg_data(&message);
     frame.from = net->self, frame.to = node->id, frame.stamp = net_stamp();
     frame_write_header(bytes, &frame);
-    if (outgoing_read(from, &frame, bytes + FRAME_HEADER)) {
+    if (net_message_read(from, &frame, bytes + FRAME_HEADER)) {
         zmq_msg_close(&message);
         net_sent_file_failed(net, node, stream, from);
         return 0;
@@ -121,7 +121,7 @@ static inline int net_pump_all(Net *net) {
     while (moved && sent < NET_BURST) {
         moved = 0;
         for (int i = 0; i < net->n_nodes; i++) {
-            Node *node = net->nodes[(net->turn + i) % net->n_nodes];
+            NetNode *node = net->nodes[(net->turn + i) % net->n_nodes];
             if (net_pump(net, node, FRAME_BULK) || net_pump(net, node, FRAME_FILES)) moved = 1, sent++;
         }
         net->turn++;
@@ -132,17 +132,17 @@ static inline int net_pump_all(Net *net) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Receiving
 
-static inline void net_acknowledged(Net *net, Node *node, const Frame *frame) {
-    Sender *out = &node->out[frame->stream];
+static inline void net_acknowledged(Net *net, NetNode *node, const Frame *frame) {
+    NetSender *out = &node->out[frame->stream];
     uint64_t base = out->base;
-    Outgoing *done = sender_ack(out, frame, net->now, net->epoch + 1);
+    NetMessage *done = sender_ack(out, frame, net->now, net->epoch + 1);
     if (net->epoch < out->epoch) net->epoch = out->epoch;
     if (out->base != base) node->moved_at = net->now;
     while (done != NULL) {
-        Outgoing *next = done->next;
+        NetMessage *next = done->next;
         node->done += done->n_bytes;
         if (done->fd >= 0) net_tell_text(net, NET_FILE_SENT, node->id, "%s", done->path);
-        outgoing_free(done);
+        net_message_free(done);
         done = next;
     }
 }
@@ -159,12 +159,12 @@ static inline int net_inbox_is_full(Net *net, int stream) {
 
 // Opens the file that a message of class FILES is for: its descriptor in *fd, or RECEIVER_NOWHERE, which was told.
 // Returns -1 if nobody expects it yet.
-static inline int net_open_expected(Net *net, Node *node, const Frame *frame, int *fd) {
+static inline int net_open_expected(Net *net, NetNode *node, const Frame *frame, int *fd) {
     if (node->receiving != NULL) { // it had begun, and its sender begins again
         node->receiving->next = node->expected;
         node->expected = node->receiving;
     }
-    Expected *expected = node->receiving = node_take_expected(node, frame->channel);
+    NetExpected *expected = node->receiving = node_take_expected(node, frame->channel);
     if (expected == NULL) return -1;
     *fd = RECEIVER_NOWHERE;
     if (frame->total > expected->max_bytes) {
@@ -181,8 +181,8 @@ static inline int net_open_expected(Net *net, Node *node, const Frame *frame, in
 }
 
 // A file is whole, or was thrown away.
-static inline void net_file_arrived(Net *net, Node *node) {
-    Receiver *in = &node->in[FRAME_FILES];
+static inline void net_file_arrived(Net *net, NetNode *node) {
+    NetReceiver *in = &node->in[FRAME_FILES];
     NetEvent event;
     memset(&event, 0, sizeof event);
     event.kind = NET_FILE, event.from = node->id;
@@ -198,8 +198,8 @@ static inline void net_file_arrived(Net *net, Node *node) {
     node->receiving = NULL;
 }
 
-static inline void net_message_arrived(Net *net, Node *node, int stream) {
-    Receiver *in = &node->in[stream];
+static inline void net_message_arrived(Net *net, NetNode *node, int stream) {
+    NetReceiver *in = &node->in[stream];
     NetEvent event;
     memset(&event, 0, sizeof event);
     event.kind = NET_MESSAGE, event.from = node->id, event.control = stream == FRAME_CONTROL;
@@ -209,8 +209,8 @@ static inline void net_message_arrived(Net *net, Node *node, int stream) {
     net_tell(net, &event);
 }
 
-static inline void net_data(Net *net, Node *node, const Frame *frame, const unsigned char *piece) {
-    Receiver *in = &node->in[frame->stream];
+static inline void net_data(Net *net, NetNode *node, const Frame *frame, const unsigned char *piece) {
+    NetReceiver *in = &node->in[frame->stream];
     int fd = RECEIVER_MEMORY;
     if (!receiver_is_next(in, frame)) return;
     if ((frame->stream != FRAME_FILES && net_inbox_is_full(net, frame->stream)) ||
@@ -231,8 +231,8 @@ static inline void net_data(Net *net, Node *node, const Frame *frame, const unsi
 }
 
 // A beat, or a probe between joiners.
-static inline void net_pulse(Net *net, Node *node, int way, const Frame *frame) {
-    Pulse *pulse = &node->ways[way];
+static inline void net_pulse(Net *net, NetNode *node, int way, const Frame *frame) {
+    NetPulse *pulse = &node->ways[way];
     double echoed = (double)frame->echo * 1e-6;
     if (frame->stamp > pulse->stamp) pulse->stamp = frame->stamp;
     if (echoed > pulse->echoed && echoed <= net_now()) pulse->echoed = echoed;
@@ -242,7 +242,7 @@ static inline void net_pulse(Net *net, Node *node, int way, const Frame *frame) 
 }
 
 // A checked frame of a node, by one of the ways between us.
-static inline void net_deliver(Net *net, Node *node, int way, const Frame *frame, const unsigned char *piece) {
+static inline void net_deliver(Net *net, NetNode *node, int way, const Frame *frame, const unsigned char *piece) {
     int64_t n = FRAME_HEADER + frame->piece_bytes;
     node->status.wire_down += n;
     if (way == WAY_RELAY) node->status.relayed_down += n;
@@ -268,14 +268,14 @@ static inline void net_answer(Net *net, const unsigned char *base, int lane, Fra
     net_put_routed(net, base, lane, &message); // lost, it is asked for again
 }
 
-static inline void net_answer_admitted(Net *net, const Node *node) {
+static inline void net_answer_admitted(Net *net, const NetNode *node) {
     Frame frame;
     memset(&frame, 0, sizeof frame);
     frame.kind = FRAME_ADMIT, frame.to = NET_NOBODY, frame.seq = node->nonce, frame.ack = node->id;
     net_answer(net, node->base, LANE_CONTROL, &frame, NULL);
 }
 
-static inline void net_answer_refused(Net *net, const Guest *guest) {
+static inline void net_answer_refused(Net *net, const NetGuest *guest) {
     Frame frame;
     memset(&frame, 0, sizeof frame);
     frame.kind = FRAME_REFUSE, frame.to = NET_NOBODY, frame.seq = guest->nonce;
@@ -284,18 +284,18 @@ static inline void net_answer_refused(Net *net, const Guest *guest) {
 }
 
 // A place for who asks: the one it has, a new one, or the oldest's.
-static inline Guest *net_guest_place(Net *net, const unsigned char *base) {
-    Guest *oldest = &net->guests[0];
+static inline NetGuest *net_guest_place(Net *net, const unsigned char *base) {
+    NetGuest *oldest = &net->guests[0];
     for (int i = 0; i < net->n_guests; i++) {
         if (memcmp(net->guests[i].base, base, NET_BASE) == 0) return &net->guests[i];
         if (net->guests[i].asked < oldest->asked) oldest = &net->guests[i];
     }
-    Guest *place = net->n_guests < NET_MOST_GUESTS ? &net->guests[net->n_guests++] : oldest;
+    NetGuest *place = net->n_guests < NET_MOST_GUESTS ? &net->guests[net->n_guests++] : oldest;
     memset(place, 0, sizeof *place);
     return place;
 }
 
-static inline Guest *net_guest(Net *net, uint32_t handle) {
+static inline NetGuest *net_guest(Net *net, uint32_t handle) {
     for (int i = 0; i < net->n_guests; i++)
         if (net->guests[i].handle == handle) return &net->guests[i];
     return NULL;
@@ -304,7 +304,7 @@ static inline Guest *net_guest(Net *net, uint32_t handle) {
 // Somebody asks for an id, each second until there is an answer. Callers are told once.
 static inline void net_asked(Net *net, const unsigned char *base, const Frame *frame, const unsigned char *piece,
                              zmq_msg_t *message) {
-    Node *node = net_node_by_base(net, base);
+    NetNode *node = net_node_by_base(net, base);
     NetEvent event;
     if (frame->piece_bytes != NET_KEY - 1 + 2) {
         net_tell_intruder(net, NET_NOBODY, net_address(message), "a request to join that is none");
@@ -314,7 +314,7 @@ static inline void net_asked(Net *net, const unsigned char *base, const Frame *f
         net_answer_admitted(net, node);
         return;
     }
-    Guest *guest = net_guest_place(net, base);
+    NetGuest *guest = net_guest_place(net, base);
     if (memcmp(guest->base, base, NET_BASE) == 0 && guest->nonce == frame->seq) {
         if (guest->refused) net_answer_refused(net, guest);
         return;
@@ -334,8 +334,8 @@ static inline void net_asked(Net *net, const unsigned char *base, const Frame *f
 }
 
 // Passes a frame between two joiners on, unchanged, if the other's pipe takes it now.
-static inline void net_forward(Net *net, Node *from, const Frame *frame, zmq_msg_t *message) {
-    Node *to = net_node(net, frame->to);
+static inline void net_forward(Net *net, NetNode *from, const Frame *frame, zmq_msg_t *message) {
+    NetNode *to = net_node(net, frame->to);
     int64_t n = FRAME_HEADER + frame->piece_bytes;
     int lane = frame->kind == FRAME_DATA && frame->stream != FRAME_CONTROL ? LANE_BULK : LANE_CONTROL;
     from->ways[WAY_DIRECT].heard = net->now;
@@ -355,7 +355,7 @@ static inline void net_forward(Net *net, Node *from, const Frame *frame, zmq_msg
 static inline void net_from_joiner(Net *net, const unsigned char *id, zmq_msg_t *message) {
     const unsigned char *bytes = (const unsigned char *)zmq_msg_data(message), *base = id + 1;
     Frame frame;
-    Node *node = net_node_by_base(net, base);
+    NetNode *node = net_node_by_base(net, base);
     if (frame_parse(&frame, bytes, (int64_t)zmq_msg_size(message))) {
         net_tell_intruder(net, node != NULL ? node->id : NET_NOBODY, net_address(message), error_message);
         return;
@@ -380,7 +380,7 @@ static inline void net_from_joiner(Net *net, const unsigned char *id, zmq_msg_t 
 // ---------------------------------------------------------------------------------------------------------------------
 // A joiner's side
 
-static inline void net_remove_node(Net *net, Node *node) {
+static inline void net_remove_node(Net *net, NetNode *node) {
     for (int lane = 0; lane < NET_LANES; lane++) net_hang_up(node, lane);
     node_free_streams(node);
     for (int i = 0; i < net->n_nodes; i++)
@@ -389,7 +389,7 @@ static inline void net_remove_node(Net *net, Node *node) {
 }
 
 // Streams to the coordinator begin anew.
-static inline void net_renew(Net *net, Node *node) {
+static inline void net_renew(Net *net, NetNode *node) {
     node_free_streams(node);
     node->expected = node->receiving = NULL;
     for (int c = 0; c < FRAME_CLASSES; c++) {
@@ -404,14 +404,14 @@ static inline void net_renew(Net *net, Node *node) {
 
 // The coordinator gave us an id.
 static inline void net_admitted(Net *net, uint32_t id) {
-    Node *coordinator = net_node(net, 0);
+    NetNode *coordinator = net_node(net, 0);
     NetEvent event;
     net->self = id, net->next_hello = 0.0, net->admitted_at = net_now(), net->next_beat = net->now;
     net_renew(net, coordinator);
     memset(&event, 0, sizeof event);
     event.kind = NET_ADMITTED, event.from = id;
     pthread_mutex_lock(&net->lock);
-    Line *line = net_line_add(net, 0);
+    NetLine *line = net_line_add(net, 0);
     if (line != NULL) coordinator->life = line->life;
     net_event_push(net, &event);
     pthread_mutex_unlock(&net->lock);
@@ -446,14 +446,14 @@ static inline void net_answered(Net *net, const Frame *frame, const unsigned cha
     }
 }
 
-static inline int net_parse_or_tell(Net *net, Node *node, Frame *frame, zmq_msg_t *message) {
+static inline int net_parse_or_tell(Net *net, NetNode *node, Frame *frame, zmq_msg_t *message) {
     if (frame_parse(frame, (const unsigned char *)zmq_msg_data(message), (int64_t)zmq_msg_size(message)) == 0) return 0;
     net_tell_intruder(net, node->id, node->status.address, error_message);
     return -1;
 }
 
 // A message that came from the coordinator: its own, or another joiner's that it passed on.
-static inline void net_from_coordinator(Net *net, Node *coordinator, zmq_msg_t *message) {
+static inline void net_from_coordinator(Net *net, NetNode *coordinator, zmq_msg_t *message) {
     const unsigned char *piece = (const unsigned char *)zmq_msg_data(message) + FRAME_HEADER;
     Frame frame;
     if (net_parse_or_tell(net, coordinator, &frame, message)) return;
@@ -461,13 +461,13 @@ static inline void net_from_coordinator(Net *net, Node *coordinator, zmq_msg_t *
         coordinator->ways[WAY_DIRECT].heard = net->now;
         if (frame.from == 0) net_answered(net, &frame, piece);
     } else if (frame.to == net->self && net->self != NET_NOBODY && frame.kind != FRAME_HELLO) {
-        Node *node = net_node(net, frame.from);
+        NetNode *node = net_node(net, frame.from);
         if (node != NULL) net_deliver(net, node, node->id == 0 ? WAY_DIRECT : WAY_RELAY, &frame, piece);
     }
 }
 
 // A message over a direct way. What is not to us in its sender's name is a mistake, or from before an id changed.
-static inline void net_from_peer(Net *net, Node *node, zmq_msg_t *message) {
+static inline void net_from_peer(Net *net, NetNode *node, zmq_msg_t *message) {
     const unsigned char *piece = (const unsigned char *)zmq_msg_data(message) + FRAME_HEADER;
     Frame frame;
     if (net_parse_or_tell(net, node, &frame, message)) return;
@@ -478,7 +478,7 @@ static inline void net_from_peer(Net *net, Node *node, zmq_msg_t *message) {
 // The same over our ROUTER: the connection's key says who it is.
 static inline void net_from_dialler(Net *net, const unsigned char *id, zmq_msg_t *message) {
     const char *key = zmq_msg_gets(message, "User-Id");
-    Node *node = key == NULL ? NULL : net_node_by_key(net, key);
+    NetNode *node = key == NULL ? NULL : net_node_by_key(net, key);
     if (node == NULL || node->lanes[LANE_CONTROL].socket != NULL) return; // dropped since, or we dial it
     memcpy(node->base, id + 1, NET_BASE);
     node->has_base = 1;
@@ -532,7 +532,7 @@ static inline int net_read_lane(Net *net, uint32_t node_id, int lane) {
     zmq_msg_t message;
     int n = 0, got = 1;
     for (; n < NET_BURST && got != 0; n += got != 0) {
-        Node *node = net_node(net, node_id); // a frame may have removed it
+        NetNode *node = net_node(net, node_id); // a frame may have removed it
         if (node == NULL || node->lanes[lane].socket == NULL) break;
         got = net_receive(node->lanes[lane].socket, NULL, &message);
         if (got != 1) continue;
@@ -562,7 +562,7 @@ static inline int net_fresh(const Net *net, double at, double beats) {
     return at > 0.0 && net->now - at < net_beats(net, beats);
 }
 
-static inline void net_take_route(Net *net, Node *node, int route, double barred) {
+static inline void net_take_route(Net *net, NetNode *node, int route, double barred) {
     if (node->route == NET_ROUTE_DIRECT && route == NET_ROUTE_RELAY) {
         node->direct_barred = net->now + net_beats(net, barred);
         for (int c = 0; c < FRAME_CLASSES; c++) sender_go_back(&node->out[c], net->now);
@@ -571,9 +571,9 @@ static inline void net_take_route(Net *net, Node *node, int route, double barred
 }
 
 // Bytes are on their way, and the other side has said nothing about them for long.
-static inline int net_is_stuck(const Net *net, const Node *node) {
+static inline int net_is_stuck(const Net *net, const NetNode *node) {
     for (int c = 0; c <= FRAME_BULK; c++) {
-        const Sender *out = &node->out[c];
+        const NetSender *out = &node->out[c];
         double since = out->heard > out->timer ? out->heard : out->timer;
         double slow = 4.0 * out->round_trip, limit = net_beats(net, NET_DIRECT_STUCK);
         if (out->tries > 0 && net->now - since > (slow > limit ? slow : limit)) return 1;
@@ -581,9 +581,9 @@ static inline int net_is_stuck(const Net *net, const Node *node) {
     return 0;
 }
 
-static inline void net_choose_route(Net *net, Node *node) {
-    const Pulse *direct = &node->ways[WAY_DIRECT];
-    const Node *coordinator = net_node(net, 0);
+static inline void net_choose_route(Net *net, NetNode *node) {
+    const NetPulse *direct = &node->ways[WAY_DIRECT];
+    const NetNode *coordinator = net_node(net, 0);
     int works = net_fresh(net, direct->heard, NET_DIRECT_SILENT) && net_fresh(net, direct->echoed, NET_DIRECT_SILENT);
     int relay = net_fresh(net, coordinator->ways[WAY_DIRECT].heard, NET_DIRECT_SILENT);
     int possible = node->lanes[LANE_CONTROL].socket != NULL || (net->router != NULL && node->id < net->self);
@@ -602,9 +602,9 @@ static inline void net_choose_route(Net *net, Node *node) {
 
 // A connection that we have dialled and that shows no life is dialled anew: ZeroMQ gives up some of them for good, as
 // after a refusal. Returns -1 if there are no sockets any more.
-static inline int net_redial(Net *net, Node *node) {
+static inline int net_redial(Net *net, NetNode *node) {
     double since = node->ways[WAY_DIRECT].heard, dialled = node->lanes[LANE_CONTROL].dialled;
-    Lane *bulk = &node->lanes[LANE_BULK];
+    NetLane *bulk = &node->lanes[LANE_BULK];
     double limit = net_beats(net, node->id == 0 ? NET_REDIAL : NET_DIRECT_SILENT);
     if (node->lanes[LANE_CONTROL].socket == NULL) return 0;
     if (dialled > since) since = dialled;
@@ -622,7 +622,7 @@ static inline double net_mean_rate(double mean, int64_t n_bytes, double elapsed)
     return mean + weight * ((double)n_bytes / elapsed - mean);
 }
 
-static inline void net_measure_rates(Net *net, Node *node) {
+static inline void net_measure_rates(Net *net, NetNode *node) {
     NetStatus *status = &node->status;
     double elapsed = net->now - node->ticked_at;
     if (elapsed < 0.1 * net->limits.beat) return;
@@ -634,7 +634,7 @@ static inline void net_measure_rates(Net *net, Node *node) {
 // Each beat.
 static inline int net_beat_all(Net *net) {
     for (int i = 0; i < net->n_nodes; i++) {
-        Node *node = net->nodes[i];
+        NetNode *node = net->nodes[i];
         int is_peer = !net->is_host && node->id != 0;
         net_measure_rates(net, node);
         if (net->self != NET_NOBODY) net_beat_way(net, node, WAY_DIRECT);
@@ -665,7 +665,7 @@ static inline int net_clocks(Net *net) {
         if (net_beat_all(net)) return -1;
     }
     for (int i = 0; i < net->n_nodes; i++) {
-        Node *node = net->nodes[i];
+        NetNode *node = net->nodes[i];
         for (int c = 0; c < FRAME_CLASSES; c++) {
             double deadline = sender_deadline(&node->out[c]);
             if (deadline > 0.0 && net->now >= deadline) sender_timeout(&node->out[c], net->now);
@@ -678,10 +678,10 @@ static inline int net_clocks(Net *net) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Commands
 
-static inline void net_command_admit(Net *net, const Command *command) {
-    Guest *guest = net_guest(net, command->handle);
-    Node *before = guest == NULL ? NULL : net_node_by_base(net, guest->base);
-    Node *node = net_node_add(net, command->id, command->life);
+static inline void net_command_admit(Net *net, const NetCommand *command) {
+    NetGuest *guest = net_guest(net, command->handle);
+    NetNode *before = guest == NULL ? NULL : net_node_by_base(net, guest->base);
+    NetNode *node = net_node_add(net, command->id, command->life);
     if (node == NULL) return;
     node->route = NET_ROUTE_DIRECT;
     if (guest == NULL) return;                // it has been forgotten: a silent node
@@ -694,8 +694,8 @@ static inline void net_command_admit(Net *net, const Command *command) {
     net_answer_admitted(net, node);
 }
 
-static inline void net_command_refuse(Net *net, const Command *command) {
-    Guest *guest = net_guest(net, command->handle);
+static inline void net_command_refuse(Net *net, const NetCommand *command) {
+    NetGuest *guest = net_guest(net, command->handle);
     if (guest == NULL) return;
     guest->refused = 1;
     snprintf(guest->address, sizeof guest->address, "%s", command->text);
@@ -703,8 +703,8 @@ static inline void net_command_refuse(Net *net, const Command *command) {
 }
 
 // Names a peer, or tells anew how it is reached.
-static inline int net_command_peer(Net *net, const Command *command) {
-    Node *node = net_node(net, command->id);
+static inline int net_command_peer(Net *net, const NetCommand *command) {
+    NetNode *node = net_node(net, command->id);
     if (node == NULL) node = net_node_add(net, command->id, command->life);
     if (node == NULL) return error_set("network: no memory for another node");
     node->life = command->life;
@@ -716,14 +716,14 @@ static inline int net_command_peer(Net *net, const Command *command) {
     return net_dial(net, node);
 }
 
-static inline void net_command_send(Node *node, Command *command) {
+static inline void net_command_send(NetNode *node, NetCommand *command) {
     sender_submit(&node->out[command->stream], command->message);
     command->message = NULL;
 }
 
-static inline void net_command_expect(Node *node, Command *command) {
+static inline void net_command_expect(NetNode *node, NetCommand *command) {
     command->expected->next = NULL;
-    Expected **at = &node->expected;
+    NetExpected **at = &node->expected;
     while (*at != NULL) at = &(*at)->next;
     *at = command->expected;
     command->expected = NULL;
@@ -731,8 +731,8 @@ static inline void net_command_expect(Node *node, Command *command) {
 }
 
 // 0, or -1: the network has failed. known: the command's node is still what it was when the command was given.
-static inline int net_command(Net *net, Command *command, int known) {
-    Node *node = net_node(net, command->id);
+static inline int net_command(Net *net, NetCommand *command, int known) {
+    NetNode *node = net_node(net, command->id);
     int current = known && node != NULL && node->life == command->life;
     if (command->kind == COMMAND_HELLO) {
         net->nonce = net_epoch(net), net->next_hello = net->now;
@@ -755,7 +755,7 @@ static inline int net_command(Net *net, Command *command, int known) {
 static inline int net_take_commands(Net *net, int *stopping) {
     int result = 0, was_full;
     pthread_mutex_lock(&net->lock);
-    Command *list = net->first_command;
+    NetCommand *list = net->first_command;
     net->first_command = net->last_command = NULL;
     *stopping = net->stopping;
     net->progress = net->progress_shared;
@@ -767,9 +767,9 @@ static inline int net_take_commands(Net *net, int *stopping) {
         receiver_resume(&net->nodes[i]->in[FRAME_BULK]);
     }
     while (list != NULL) {
-        Command *next = list->next;
+        NetCommand *next = list->next;
         pthread_mutex_lock(&net->lock);
-        const Line *line = net_line(net, list->id);
+        const NetLine *line = net_line(net, list->id);
         int known = line != NULL && line->life == list->life;
         pthread_mutex_unlock(&net->lock);
         if (result == 0) result = net_command(net, list, known);
@@ -782,9 +782,9 @@ static inline int net_take_commands(Net *net, int *stopping) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What callers see, and the loop
 
-static inline void net_publish_node(Net *net, Node *node, Line *line) {
+static inline void net_publish_node(Net *net, NetNode *node, NetLine *line) {
     NetStatus *status = &node->status;
-    const Sender *bulk = &node->out[FRAME_BULK], *control = &node->out[FRAME_CONTROL];
+    const NetSender *bulk = &node->out[FRAME_BULK], *control = &node->out[FRAME_CONTROL];
     status->silence = net->now - node_heard(node);
     status->deafness = net->now - node_echoed(node);
     status->progress_age = net->now - node->progress_at;
@@ -803,7 +803,7 @@ static inline void net_publish_node(Net *net, Node *node, Line *line) {
 static inline void net_publish(Net *net) {
     pthread_mutex_lock(&net->lock);
     for (int i = 0; i < net->n_nodes; i++) {
-        Line *line = net_line(net, net->nodes[i]->id);
+        NetLine *line = net_line(net, net->nodes[i]->id);
         if (line != NULL && line->life == net->nodes[i]->life) net_publish_node(net, net->nodes[i], line);
     }
     pthread_mutex_unlock(&net->lock);
@@ -817,7 +817,7 @@ static inline double net_earlier(double a, double b) {
 static inline double net_next_due(const Net *net) {
     double due = net_earlier(net->next_beat, net->next_hello);
     for (int i = 0; i < net->n_nodes; i++) {
-        const Node *node = net->nodes[i];
+        const NetNode *node = net->nodes[i];
         for (int c = 0; c < FRAME_CLASSES; c++) due = net_earlier(due, sender_deadline(&node->out[c]));
         for (int lane = 0; lane < NET_LANES; lane++)
             if (node->lanes[lane].socket == NULL && node->lanes[lane].blocked && node->lanes[lane].retry_at > net->now)
@@ -830,7 +830,7 @@ static inline double net_next_due(const Net *net) {
 static inline int net_poll(Net *net, double due) {
     static const zmq_pollitem_t nothing = {NULL, 0, ZMQ_POLLIN, 0};
     zmq_pollitem_t items[8 + NET_LANES * NET_MOST_NODES];
-    Lane *lanes[8 + NET_LANES * NET_MOST_NODES];
+    NetLane *lanes[8 + NET_LANES * NET_MOST_NODES];
     void *const fixed[] = {net->router, net->zap, net->router_monitor, net->dealer_monitor};
     int n = 1;
     uint64_t count;
@@ -840,7 +840,7 @@ static inline int net_poll(Net *net, double due) {
     int first_lane = n;
     for (int i = 0; i < net->n_nodes; i++) {
         for (int lane = 0; lane < NET_LANES; lane++) {
-            Lane *l = &net->nodes[i]->lanes[lane];
+            NetLane *l = &net->nodes[i]->lanes[lane];
             if (l->socket == NULL) continue;
             items[n] = nothing, items[n].socket = l->socket, lanes[n] = l;
             if (l->blocked) items[n].events |= ZMQ_POLLOUT;

@@ -10,7 +10,7 @@
 #include <time.h>        // clock_gettime
 #include <unistd.h>      // write
 
-#include "net_stream.h" // Sender, Receiver
+#include "net_stream.h" // NetSender, NetReceiver
 #include "net_types.h"
 
 enum {
@@ -20,33 +20,33 @@ enum {
     NET_ID = NET_BASE + 1 /* a connection's routing id: its lane, and random bytes that its owner drew */
 };
 
-typedef enum { LANE_CONTROL, LANE_BULK, LANE_BEAT, NET_LANES } NetLane;
+enum { LANE_CONTROL, LANE_BULK, LANE_BEAT, NET_LANES };
 static const char net_lane_letters[] = "CBH";
 
-// One connection. We dialled it (socket), or the other did and our ROUTER has it (socket NULL, found by Node.base).
+// One connection. We dialled it (socket), or the other did and our ROUTER has it (socket NULL, found by NetNode.base).
 typedef struct {
     void *socket;
     int blocked;     // it takes nothing: until zmq_poll says so (socket), or retry_at
     double retry_at; // of a ROUTER's connection
     double wait;     // seconds, grows while it stays blocked
     double dialled;
-} Lane;
+} NetLane;
 
 // What is heard by one way: beats and probes carry the sender's clock, and return the last that was heard.
 typedef struct {
     double heard;   // any frame, 0: never
     uint64_t stamp; // of its last beat, for the echo
     double echoed;  // when we sent the last beat that it has heard, 0: none
-} Pulse;
+} NetPulse;
 
 typedef enum { WAY_DIRECT, WAY_RELAY, NET_WAYS } NetWay;
 
-typedef struct Expected {
-    struct Expected *next;
+typedef struct NetExpected {
+    struct NetExpected *next;
     uint64_t channel;
     int64_t max_bytes;
     char path[PATH_MAX];
-} Expected;
+} NetExpected;
 
 typedef struct {
     uint32_t id, life; // life: of the line that it belongs to
@@ -54,19 +54,19 @@ typedef struct {
     unsigned char base[NET_BASE]; // of the connections between us, drawn by who dialled
     int has_base;                 // they are our ROUTER's
     uint64_t nonce;               // coordinator: of the HELLO that it was admitted for
-    Lane lanes[NET_LANES];
-    Pulse ways[NET_WAYS];
+    NetLane lanes[NET_LANES];
+    NetPulse ways[NET_WAYS];
     double created;
     int route;            // NetRoute
     double direct_barred; // until then the relay is used
-    Sender out[FRAME_CLASSES];
-    Receiver in[FRAME_CLASSES];
-    Expected *expected, *receiving; // receiving: what the file in in[FRAME_FILES] is for, NULL: none
+    NetSender out[FRAME_CLASSES];
+    NetReceiver in[FRAME_CLASSES];
+    NetExpected *expected, *receiving; // receiving: what the file in in[FRAME_FILES] is for, NULL: none
     double progress_at, moved_at, ticked_at;
     int64_t ticked_up, ticked_down; // wire_* then
     int64_t done;                   // payload bytes that left the queue
     NetStatus status;
-} Node;
+} NetNode;
 
 typedef struct {
     unsigned char base[NET_BASE];
@@ -75,7 +75,7 @@ typedef struct {
     int refused;
     double asked;
     char key[NET_KEY], address[NET_TEXT]; // address: also the reason, once refused
-} Guest;
+} NetGuest;
 
 typedef enum {
     COMMAND_HELLO,
@@ -87,19 +87,19 @@ typedef enum {
     COMMAND_EXPECT
 } NetCommandKind;
 
-typedef struct Command {
-    struct Command *next;
+typedef struct NetCommand {
+    struct NetCommand *next;
     int kind, stream;
     uint32_t id, life, handle;
-    Outgoing *message;
-    Expected *expected;
+    NetMessage *message;
+    NetExpected *expected;
     char endpoint[NET_ENDPOINT], key[NET_KEY], text[NET_TEXT];
-} Command;
+} NetCommand;
 
-typedef struct EventItem {
-    struct EventItem *next;
+typedef struct NetEventItem {
+    struct NetEventItem *next;
     NetEvent event;
-} EventItem;
+} NetEventItem;
 
 // A node as callers see it. A line may be there before the thread has its node, and never outlives net_drop.
 typedef struct {
@@ -107,7 +107,7 @@ typedef struct {
     int64_t given; // bytes, by net_send
     int64_t done;  // of these, bytes that left the queue
     NetStatus status;
-} Line;
+} NetLine;
 
 struct Net {
     // fixed at the start
@@ -125,9 +125,9 @@ struct Net {
     // shared
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    Command *first_command, *last_command;
-    EventItem *first_event, *last_event;
-    Line *lines;
+    NetCommand *first_command, *last_command;
+    NetEventItem *first_event, *last_event;
+    NetLine *lines;
     int n_lines, room_for_lines;
     uint32_t lives, generation;
     uint64_t progress_shared;
@@ -136,9 +136,9 @@ struct Net {
     char failure[ERROR_MAX]; // of the thread, "": none
 
     // the thread's
-    Node *nodes[NET_MOST_NODES];
+    NetNode *nodes[NET_MOST_NODES];
     int n_nodes;
-    Guest guests[NET_MOST_GUESTS];
+    NetGuest guests[NET_MOST_GUESTS];
     int n_guests;
     uint32_t next_handle, self;
     uint64_t epoch, progress, nonce;
@@ -175,18 +175,18 @@ static inline uint64_t net_epoch(Net *net) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared: lines, commands, events
 
-static inline Line *net_line(Net *net, uint32_t id) {
+static inline NetLine *net_line(Net *net, uint32_t id) {
     for (int i = 0; i < net->n_lines; i++)
         if (net->lines[i].id == id) return &net->lines[i];
     return NULL;
 }
 
 // A new line for the node, in place of the one it has. NULL: no memory, or too many nodes.
-static inline Line *net_line_add(Net *net, uint32_t id) {
-    Line *line = net_line(net, id);
+static inline NetLine *net_line_add(Net *net, uint32_t id) {
+    NetLine *line = net_line(net, id);
     if (line == NULL && net->n_lines == net->room_for_lines) {
         int room = net->room_for_lines == 0 ? 16 : 2 * net->room_for_lines;
-        Line *lines = room > NET_MOST_NODES ? NULL : (Line *)realloc(net->lines, sizeof *lines * (size_t)room);
+        NetLine *lines = room > NET_MOST_NODES ? NULL : (NetLine *)realloc(net->lines, sizeof *lines * (size_t)room);
         if (lines == NULL) return NULL;
         net->lines = lines, net->room_for_lines = room;
     }
@@ -197,7 +197,7 @@ static inline Line *net_line_add(Net *net, uint32_t id) {
 }
 
 static inline void net_line_remove(Net *net, uint32_t id) {
-    Line *line = net_line(net, id);
+    NetLine *line = net_line(net, id);
     if (line != NULL) *line = net->lines[--net->n_lines];
 }
 
@@ -206,8 +206,8 @@ static inline void net_wake_thread(Net *net) {
     if (write(net->wake_fd, &one, sizeof one) < 0) return; // it is full: the thread will wake
 }
 
-static inline Command *command_new(int kind, uint32_t id) {
-    Command *command = (Command *)calloc(1, sizeof *command);
+static inline NetCommand *command_new(int kind, uint32_t id) {
+    NetCommand *command = (NetCommand *)calloc(1, sizeof *command);
     if (command == NULL) {
         error_set("no memory for the network's commands");
         return NULL;
@@ -216,14 +216,14 @@ static inline Command *command_new(int kind, uint32_t id) {
     return command;
 }
 
-static inline void command_free(Command *command) {
-    if (command->message != NULL) outgoing_free(command->message);
+static inline void command_free(NetCommand *command) {
+    if (command->message != NULL) net_message_free(command->message);
     free(command->expected);
     free(command);
 }
 
 // Under the lock.
-static inline void net_command_push(Net *net, Command *command) {
+static inline void net_command_push(Net *net, NetCommand *command) {
     command->next = NULL;
     if (net->first_command == NULL)
         net->first_command = command;
@@ -234,12 +234,12 @@ static inline void net_command_push(Net *net, Command *command) {
 
 // What an event takes in memory.
 static inline int64_t event_bytes(const NetEvent *event) {
-    return (event->data != NULL ? event->n_bytes : 0) + (int64_t)sizeof(EventItem);
+    return (event->data != NULL ? event->n_bytes : 0) + (int64_t)sizeof(NetEventItem);
 }
 
 // Under the lock. The event is copied; its data is the list's until net_next.
 static inline void net_event_push(Net *net, const NetEvent *event) {
-    EventItem *item = (EventItem *)calloc(1, sizeof *item);
+    NetEventItem *item = (NetEventItem *)calloc(1, sizeof *item);
     if (item == NULL) { // nothing can be told any more: net_next says so
         snprintf(net->failure, sizeof net->failure, "no memory for the network's events");
         free(event->data);
@@ -295,27 +295,27 @@ static inline void net_tell_intruder(Net *net, uint32_t from, const char *addres
 // ---------------------------------------------------------------------------------------------------------------------
 // Nodes
 
-static inline Node *net_node(Net *net, uint32_t id) {
+static inline NetNode *net_node(Net *net, uint32_t id) {
     for (int i = 0; i < net->n_nodes; i++)
         if (net->nodes[i]->id == id) return net->nodes[i];
     return NULL;
 }
 
-static inline Node *net_node_by_base(Net *net, const unsigned char *base) {
+static inline NetNode *net_node_by_base(Net *net, const unsigned char *base) {
     for (int i = 0; i < net->n_nodes; i++)
         if (net->nodes[i]->has_base && memcmp(net->nodes[i]->base, base, NET_BASE) == 0) return net->nodes[i];
     return NULL;
 }
 
-static inline Node *net_node_by_key(Net *net, const char *key) {
+static inline NetNode *net_node_by_key(Net *net, const char *key) {
     for (int i = 0; i < net->n_nodes; i++)
         if (net->nodes[i]->key[0] != '\0' && strcmp(net->nodes[i]->key, key) == 0) return net->nodes[i];
     return NULL;
 }
 
 // Its streams begin. Files have a small window, so that what goes over the same connection need not wait long.
-static inline Node *net_node_add(Net *net, uint32_t id, uint32_t life) {
-    Node *node = net->n_nodes == NET_MOST_NODES ? NULL : (Node *)calloc(1, sizeof *node);
+static inline NetNode *net_node_add(Net *net, uint32_t id, uint32_t life) {
+    NetNode *node = net->n_nodes == NET_MOST_NODES ? NULL : (NetNode *)calloc(1, sizeof *node);
     if (node == NULL) return NULL;
     node->id = id, node->life = life, node->created = node->moved_at = node->progress_at = node->ticked_at = net->now;
     for (int c = 0; c < FRAME_CLASSES; c++) {
@@ -326,32 +326,32 @@ static inline Node *net_node_add(Net *net, uint32_t id, uint32_t life) {
     return node;
 }
 
-static inline void node_free_streams(Node *node) {
+static inline void node_free_streams(NetNode *node) {
     for (int c = 0; c < FRAME_CLASSES; c++) sender_free(&node->out[c]), receiver_abandon(&node->in[c]);
     free(node->receiving);
     while (node->expected != NULL) {
-        Expected *next = node->expected->next;
+        NetExpected *next = node->expected->next;
         free(node->expected);
         node->expected = next;
     }
 }
 
 // The file that was announced for a channel; taken out of the list, to be freed. NULL: none.
-static inline Expected *node_take_expected(Node *node, uint64_t channel) {
-    Expected **at = &node->expected;
+static inline NetExpected *node_take_expected(NetNode *node, uint64_t channel) {
+    NetExpected **at = &node->expected;
     while (*at != NULL && (*at)->channel != channel) at = &(*at)->next;
-    Expected *found = *at;
+    NetExpected *found = *at;
     if (found != NULL) *at = found->next;
     return found;
 }
 
-static inline double node_heard(const Node *node) {
+static inline double node_heard(const NetNode *node) {
     double direct = node->ways[WAY_DIRECT].heard, relay = node->ways[WAY_RELAY].heard;
     double heard = direct > relay ? direct : relay;
     return heard > node->created ? heard : node->created;
 }
 
-static inline double node_echoed(const Node *node) {
+static inline double node_echoed(const NetNode *node) {
     double direct = node->ways[WAY_DIRECT].echoed, relay = node->ways[WAY_RELAY].echoed;
     double echoed = direct > relay ? direct : relay;
     return echoed > node->created ? echoed : node->created;

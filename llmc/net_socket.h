@@ -85,7 +85,7 @@ static inline int net_watch_dealer(Net *net, void *socket) {
 }
 
 // Dials one lane of a node: the coordinator with the run's keys, a peer with our own.
-static inline int net_dial_lane(Net *net, Node *node, int lane) {
+static inline int net_dial_lane(Net *net, NetNode *node, int lane) {
     unsigned char id[NET_ID];
     const NetToken *token = &net->token;
     int is_coordinator = node->id == 0;
@@ -111,7 +111,7 @@ static inline int net_dial_lane(Net *net, Node *node, int lane) {
                : error_set("%s: connect: %s", node->endpoint, zmq_strerror(zmq_errno()));
 }
 
-static inline void net_hang_up(Node *node, int lane) {
+static inline void net_hang_up(NetNode *node, int lane) {
     if (node->lanes[lane].socket == NULL) return;
     net_option(node->lanes[lane].socket, ZMQ_LINGER, 0);
     zmq_close(node->lanes[lane].socket);
@@ -119,7 +119,7 @@ static inline void net_hang_up(Node *node, int lane) {
 }
 
 // Dials all lanes (anew), with routing ids that nobody but the other side knows. The coordinator knows us by them.
-static inline int net_dial(Net *net, Node *node) {
+static inline int net_dial(Net *net, NetNode *node) {
     int keep = node->id == 0 && node->lanes[LANE_CONTROL].socket != NULL;
     if (!keep && getrandom(node->base, sizeof node->base, 0) != (ssize_t)sizeof node->base)
         return error_set("network: getrandom: %s", strerror(errno));
@@ -207,11 +207,11 @@ static inline int net_monitor(Net *net, void *monitor) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Frames on their way
 
-static inline int lane_is_blocked(const Lane *lane, double now) {
+static inline int lane_is_blocked(const NetLane *lane, double now) {
     return lane->blocked && (lane->socket != NULL || now < lane->retry_at);
 }
 
-static inline void lane_block(Lane *lane, double now, int error) {
+static inline void lane_block(NetLane *lane, double now, int error) {
     lane->blocked = 1;
     lane->wait = error == EHOSTUNREACH ? 0.1 : lane->wait > 0.0 ? 1.5 * lane->wait : 0.002;
     if (lane->wait > 0.1) lane->wait = 0.1;
@@ -232,8 +232,8 @@ static inline int net_put_routed(Net *net, const unsigned char *base, int lane, 
 }
 
 // The same for a node that is connected with us, whoever has dialled.
-static inline int net_put(Net *net, Node *node, int lane, zmq_msg_t *message) {
-    Lane *l = &node->lanes[lane];
+static inline int net_put(Net *net, NetNode *node, int lane, zmq_msg_t *message) {
+    NetLane *l = &node->lanes[lane];
     int result = -1;
     if (l->socket != NULL) {
         result = zmq_msg_send(message, l->socket, ZMQ_DONTWAIT) < 0 ? -1 : 0;

@@ -3,10 +3,11 @@
 // changes or the relay's pipe is full, so a receiver keeps nothing that is out of order and the sender goes back to the
 // first that is missing (go-back-N).
 //
-//   Sender:    sender_submit(&s, message)     sender_next(&s, &frame, &message)  ->  put on a wire  ->  sender_sent(&s,
-//   now)
-//              done = sender_ack(&s, &frame, now, epoch)     at sender_deadline(&s): sender_timeout(&s, now)
-//   Receiver:  receiver_is_next, receiver_take(&r, &frame, piece, limit, fd)     r.ack_due: receiver_ack(&r, &frame)
+//   sends     sender_submit(&s, message)
+//             sender_next(&s, &frame, &message)  ->  put on a wire  ->  sender_sent(&s, now)
+//             done = sender_ack(&s, &frame, now, epoch)     at sender_deadline(&s): sender_timeout(&s, now)
+//   receives  receiver_is_next(&r, &frame): receiver_take(&r, &frame, piece, limit, fd)
+//             r.ack_due: receiver_ack(&r, &frame)
 //
 //   seq:  ... base ......... cursor ......... end ...
 //   acknowledged | on their way | to be sent again | not cut from messages yet
@@ -39,17 +40,17 @@ enum { STREAM_WINDOW = 64 /* frames on their way at most */ };
 #define STREAM_RTO_MOST  4.0 // or twice what a slow link needs
 
 // A message to be sent: bytes in memory, or an open file.
-typedef struct Outgoing {
-    struct Outgoing *next;
+typedef struct NetMessage {
+    struct NetMessage *next;
     uint64_t channel, number;
     uint32_t generation;
     unsigned char *data; // NULL: a file, or no bytes
     int fd;              // -1: in memory
     char *path;          // of a file
     int64_t n_bytes;
-} Outgoing;
+} NetMessage;
 
-static inline void outgoing_free(Outgoing *message) {
+static inline void net_message_free(NetMessage *message) {
     if (message->fd >= 0) close(message->fd);
     free(message->data);
     free(message->path);
@@ -57,7 +58,7 @@ static inline void outgoing_free(Outgoing *message) {
 }
 
 typedef struct {
-    Outgoing *message;
+    NetMessage *message;
     int64_t offset;
 } SenderFrame;
 
@@ -65,8 +66,8 @@ typedef struct {
     int stream; // FrameClass
     int window; // frames, <= STREAM_WINDOW
     uint64_t epoch, base, cursor, end, next_message;
-    Outgoing *first, *last; // not acknowledged whole, in order
-    Outgoing *cut;          // of these, the one whose pieces are numbered next; NULL: all are
+    NetMessage *first, *last; // not acknowledged whole, in order
+    NetMessage *cut;          // of these, the one whose pieces are numbered next; NULL: all are
     int64_t cut_offset;
     SenderFrame frames[STREAM_WINDOW]; // seq % STREAM_WINDOW
     double allowed, threshold;         // frames on their way: now, and above which it grows slowly
@@ -77,26 +78,26 @@ typedef struct {
     double went_back;                  // when it was sent from base again
     int64_t unacknowledged;            // bytes of pieces in [base, end)
     int64_t resent;                    // bytes of pieces
-} Sender;
+} NetSender;
 
 // epoch: greater than all that the receiver may have seen of an earlier stream of this sender, > 0.
-static inline void sender_init(Sender *s, int stream, int window, uint64_t epoch) {
+static inline void sender_init(NetSender *s, int stream, int window, uint64_t epoch) {
     memset(s, 0, sizeof *s);
     s->stream = stream, s->window = window, s->epoch = epoch;
     s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW;
 }
 
-static inline void sender_free(Sender *s) {
+static inline void sender_free(NetSender *s) {
     while (s->first != NULL) {
-        Outgoing *next = s->first->next;
-        outgoing_free(s->first);
+        NetMessage *next = s->first->next;
+        net_message_free(s->first);
         s->first = next;
     }
     s->last = s->cut = NULL;
 }
 
 // The stream owns the message until it is acknowledged.
-static inline void sender_submit(Sender *s, Outgoing *message) {
+static inline void sender_submit(NetSender *s, NetMessage *message) {
     message->next = NULL;
     if (s->first == NULL)
         s->first = message;
@@ -108,7 +109,7 @@ static inline void sender_submit(Sender *s, Outgoing *message) {
 
 // Whether a frame may be sent now: 1, its header in *frame (the caller adds from, to, stamp) and where its piece lies,
 // or 0. Changes nothing: sender_sent does, once it is on its way.
-static inline int sender_next(const Sender *s, Frame *frame, const Outgoing **message) {
+static inline int sender_next(const NetSender *s, Frame *frame, const NetMessage **message) {
     if ((double)(s->cursor - s->base) >= s->allowed || s->cursor - s->base >= (uint64_t)s->window) return 0;
     SenderFrame next = {s->cut, s->cut_offset};
     if (s->cursor < s->end) next = s->frames[s->cursor % STREAM_WINDOW];
@@ -124,7 +125,7 @@ static inline int sender_next(const Sender *s, Frame *frame, const Outgoing **me
 }
 
 // The piece of a frame of sender_next. Returns 0, or -1: the file cannot be read.
-static inline int outgoing_read(const Outgoing *message, const Frame *frame, unsigned char *piece) {
+static inline int net_message_read(const NetMessage *message, const Frame *frame, unsigned char *piece) {
     if (frame->piece_bytes == 0) return 0;
     if (message->fd < 0) {
         memcpy(piece, message->data + frame->offset, (size_t)frame->piece_bytes);
@@ -136,8 +137,8 @@ static inline int outgoing_read(const Outgoing *message, const Frame *frame, uns
 }
 
 // Numbers the piece at the cut.
-static inline void sender_cut(Sender *s) {
-    Outgoing *message = s->cut;
+static inline void sender_cut(NetSender *s) {
+    NetMessage *message = s->cut;
     int64_t piece = frame_piece_bytes(message->n_bytes, s->cut_offset);
     SenderFrame cut = {message, s->cut_offset};
     if (s->cut_offset == 0) message->number = s->next_message++;
@@ -149,7 +150,7 @@ static inline void sender_cut(Sender *s) {
 }
 
 // The frame of sender_next is on its way.
-static inline void sender_sent(Sender *s, double now) {
+static inline void sender_sent(NetSender *s, double now) {
     if (s->cursor == s->base) s->timer = now;
     if (s->cursor == s->end) {
         sender_cut(s);
@@ -161,20 +162,20 @@ static inline void sender_sent(Sender *s, double now) {
 }
 
 // All that is not acknowledged is sent again: after a loss, or over another route.
-static inline void sender_go_back(Sender *s, double now) {
+static inline void sender_go_back(NetSender *s, double now) {
     s->cursor = s->base;
     s->went_back = now;
 }
 
 // Begins the stream anew under a greater epoch, with the first message that is not acknowledged whole.
-static inline void sender_restart(Sender *s, uint64_t epoch) {
+static inline void sender_restart(NetSender *s, uint64_t epoch) {
     s->epoch = epoch;
     s->base = s->cursor = s->end = s->next_message = 0;
     s->cut = s->first, s->cut_offset = 0, s->unacknowledged = 0;
     s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW, s->tries = 0;
 }
 
-static inline double sender_rto(const Sender *s) {
+static inline double sender_rto(const NetSender *s) {
     double rto = s->round_trip > 0.0 ? s->round_trip + 4.0 * s->scatter : STREAM_RTO_FIRST;
     double most = 2.0 * rto > STREAM_RTO_MOST ? 2.0 * rto : STREAM_RTO_MOST;
     if (rto < STREAM_RTO_LEAST) rto = STREAM_RTO_LEAST;
@@ -183,23 +184,23 @@ static inline double sender_rto(const Sender *s) {
 }
 
 // When frames on their way count as lost; 0: none are on their way.
-static inline double sender_deadline(const Sender *s) {
+static inline double sender_deadline(const NetSender *s) {
     return s->cursor > s->base ? s->timer + sender_rto(s) : 0.0;
 }
 
-static inline double sender_half(const Sender *s) {
+static inline double sender_half(const NetSender *s) {
     return s->allowed / 2.0 > STREAM_LEAST ? s->allowed / 2.0 : STREAM_LEAST;
 }
 
 // The deadline is over: back to base, with few frames at first.
-static inline void sender_timeout(Sender *s, double now) {
+static inline void sender_timeout(NetSender *s, double now) {
     s->threshold = sender_half(s);
     s->allowed = STREAM_LEAST;
     s->tries++;
     sender_go_back(s, now);
 }
 
-static inline void sender_measure(Sender *s, double sample) {
+static inline void sender_measure(NetSender *s, double sample) {
     if (s->round_trip == 0.0) {
         s->round_trip = sample, s->scatter = sample / 2.0;
         return;
@@ -209,7 +210,7 @@ static inline void sender_measure(Sender *s, double sample) {
     s->round_trip += (sample - s->round_trip) / 8.0;
 }
 
-static inline void sender_advance(Sender *s, uint64_t ack, Outgoing **done) {
+static inline void sender_advance(NetSender *s, uint64_t ack, NetMessage **done) {
     while (s->base < ack) {
         SenderFrame frame = s->frames[s->base % STREAM_WINDOW];
         int64_t piece = frame_piece_bytes(frame.message->n_bytes, frame.offset);
@@ -228,8 +229,8 @@ static inline void sender_advance(Sender *s, uint64_t ack, Outgoing **done) {
 }
 
 // Takes an ACK. Returns the messages that have arrived whole, to be freed by the caller, in order; or NULL.
-static inline Outgoing *sender_ack(Sender *s, const Frame *ack, double now, uint64_t next_epoch) {
-    Outgoing *done = NULL;
+static inline NetMessage *sender_ack(NetSender *s, const Frame *ack, double now, uint64_t next_epoch) {
+    NetMessage *done = NULL;
     if (ack->epoch != s->epoch || ack->ack > s->end) return NULL; // of another life of the stream, or nonsense
     s->heard = now;
     if (ack->flags & FRAME_RESTART) {
@@ -249,14 +250,14 @@ static inline Outgoing *sender_ack(Sender *s, const Frame *ack, double now, uint
 }
 
 // The message at the stream's head cannot be sent after all (its file): takes it out, to be freed by the caller.
-static inline Outgoing *sender_give_up(Sender *s, const Outgoing *message, uint64_t next_epoch) {
-    Outgoing *found = NULL, **at = &s->first;
+static inline NetMessage *sender_give_up(NetSender *s, const NetMessage *message, uint64_t next_epoch) {
+    NetMessage *found = NULL, **at = &s->first;
     while (*at != NULL && *at != message) at = &(*at)->next;
     found = *at;
     if (found == NULL) return NULL;
     *at = found->next;
     s->last = NULL;
-    for (Outgoing *m = s->first; m != NULL; m = m->next) s->last = m;
+    for (NetMessage *m = s->first; m != NULL; m = m->next) s->last = m;
     sender_restart(s, next_epoch);
     return found;
 }
@@ -277,26 +278,26 @@ typedef struct {
     int ack_due;
     uint32_t ack_flags;
     uint64_t ack_epoch, ack_echo;
-} Receiver;
+} NetReceiver;
 
-static inline void receiver_init(Receiver *r) {
+static inline void receiver_init(NetReceiver *r) {
     memset(r, 0, sizeof *r);
     r->fd = -1;
 }
 
 // Throws away what has come of an unfinished message.
-static inline void receiver_abandon(Receiver *r) {
+static inline void receiver_abandon(NetReceiver *r) {
     free(r->data);
     if (r->fd >= 0) close(r->fd);
     r->data = NULL, r->fd = -1, r->assembling = 0, r->failed = 0;
 }
 
-static inline void receiver_owe(Receiver *r, const Frame *frame, uint32_t flags) {
+static inline void receiver_owe(NetReceiver *r, const Frame *frame, uint32_t flags) {
     r->ack_due = 1, r->ack_flags = flags, r->ack_epoch = frame->epoch, r->ack_echo = frame->stamp;
 }
 
 // Whether a DATA frame is the one that is missing: 1. For all others it is noted what to answer, if anything.
-static inline int receiver_is_next(Receiver *r, const Frame *frame) {
+static inline int receiver_is_next(NetReceiver *r, const Frame *frame) {
     if (frame->epoch < r->epoch || frame->epoch == 0) return 0; // an earlier life of the stream
     if (frame->epoch > r->epoch) {
         if (r->epoch == 0 && frame->seq != 0) {
@@ -311,17 +312,17 @@ static inline int receiver_is_next(Receiver *r, const Frame *frame) {
 }
 
 // The next frame is not taken now: there is no room, or no file for it. The sender sees that we live, and tries again.
-static inline void receiver_postpone(Receiver *r, const Frame *frame) {
+static inline void receiver_postpone(NetReceiver *r, const Frame *frame) {
     receiver_owe(r, frame, 0);
 }
 
 // What was postponed can come.
-static inline void receiver_resume(Receiver *r) {
+static inline void receiver_resume(NetReceiver *r) {
     if (r->epoch == 0) return;
     r->ack_due = 1, r->ack_flags = FRAME_GAP, r->ack_epoch = r->epoch;
 }
 
-static inline int receiver_begin(Receiver *r, const Frame *frame, int64_t limit, int fd) {
+static inline int receiver_begin(NetReceiver *r, const Frame *frame, int64_t limit, int fd) {
     if (frame->offset != 0 || frame->message != r->next_message)
         return error_set("a message begins at byte %lld", (long long)frame->offset);
     if (fd == RECEIVER_MEMORY && frame->total > limit)
@@ -334,12 +335,12 @@ static inline int receiver_begin(Receiver *r, const Frame *frame, int64_t limit,
     return 0;
 }
 
-static inline int receiver_fits(const Receiver *r, const Frame *frame) {
+static inline int receiver_fits(const NetReceiver *r, const Frame *frame) {
     return frame->offset == r->got && frame->message == r->head.message && frame->total == r->head.total &&
            frame->channel == r->head.channel && frame->generation == r->head.generation;
 }
 
-static inline void receiver_store(Receiver *r, const Frame *frame, const unsigned char *piece) {
+static inline void receiver_store(NetReceiver *r, const Frame *frame, const unsigned char *piece) {
     size_t n = (size_t)frame->piece_bytes;
     if (n == 0 || r->failed) return;
     if (r->fd < 0)
@@ -351,7 +352,7 @@ static inline void receiver_store(Receiver *r, const Frame *frame, const unsigne
 // Takes the next frame (receiver_is_next). limit: bytes of a message in memory. fd: the file for a message that begins
 // here (then the receiver's), or RECEIVER_*. Returns 1 when the message is whole, 0 when it is not yet, -1 if the peer
 // breaks the rules (the frame is then not taken).
-static inline int receiver_take(Receiver *r, const Frame *frame, const unsigned char *piece, int64_t limit, int fd) {
+static inline int receiver_take(NetReceiver *r, const Frame *frame, const unsigned char *piece, int64_t limit, int fd) {
     if (!r->assembling && receiver_begin(r, frame, limit, fd)) return -1;
     if (!receiver_fits(r, frame))
         return error_set("a piece at %lld, not at %lld", (long long)frame->offset, (long long)r->got);
@@ -365,7 +366,7 @@ static inline int receiver_take(Receiver *r, const Frame *frame, const unsigned 
 }
 
 // Writes the acknowledgement that is due; the caller adds from, to and stamp, and clears ack_due once it is on its way.
-static inline void receiver_ack(const Receiver *r, Frame *frame, int stream) {
+static inline void receiver_ack(const NetReceiver *r, Frame *frame, int stream) {
     memset(frame, 0, sizeof *frame);
     frame->kind = FRAME_ACK, frame->stream = stream, frame->flags = r->ack_flags;
     frame->epoch = r->ack_epoch, frame->echo = r->ack_echo;
