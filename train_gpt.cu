@@ -50,11 +50,7 @@
 #include "llmc/meeting.h"
 #include "llmc/membership.h"
 #include "llmc/model_file.h"
-#define Node     NetNode
-#define Outgoing NetOutgoing
 #include "llmc/net.h"
-#undef Node
-#undef Outgoing
 #include "llmc/optimizer.h"
 #include "llmc/oscillation.h"
 #include "llmc/packer.h"
