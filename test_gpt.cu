@@ -4334,6 +4334,10 @@ static void apart_finish(Apart *apart, int n) {
                   "%s", error_message);
 }
 
+static int64_t cell_powersgd_floats(const Trainer *trainer, const Cell *cell) {
+    return cell->powersgd_q == NULL ? 0 : powersgd_offset(&cell->stage, cell->stage.n_tensors, trainer->outer.rank);
+}
+
 // All that a replica keeps: arenas and warm starts, n floats; the caller frees them.
 static float *replica_state(const MeshRun *run, int replica, int64_t *n) {
     static const Arena arenas[] = {ARENA_PARAMS, ARENA_GRADS, ARENA_GLOBAL, ARENA_OUTER, ARENA_ERROR, ARENA_PENDING};
