@@ -109,6 +109,8 @@
 #endif
 #include "llmc/klt_estimate.h" // of the tables above
 
+static volatile sig_atomic_t interrupts; // Ctrl-C: the first finishes the step and saves, the second leaves at once
+
 #define MESHTUNE_VERSION "0.1.0"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ typedef struct {
     int codec_coding, coder, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
     int no_cell, min_replicas;
-    float peer_timeout;
+    float peer_timeout, anchor_timeout;
     char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT];
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
@@ -225,6 +227,7 @@ static const Option option_table[] = {
 { "",   "no-cell",       OPTION_FLAG,   FIELD(no_cell),      "0",    0,     1,      NULL, "--host: this process has no cell of the model" },
 { "",   "min-replicas",  OPTION_INT,    FIELD(min_replicas), "0",    0,     MESH_MAX_REPLICAS, NULL, "--host: replicas that training begins with, the others may come later; 0 = all" },
 { "",   "peer-timeout",  OPTION_FLOAT,  FIELD(peer_timeout), "10",   1,     3600,   NULL, "--host: seconds without a word after which a process is given up" },
+{ "",   "anchor-timeout", OPTION_FLOAT, FIELD(anchor_timeout), "600", 0,    1e9,    NULL, "--host: seconds without an anchor after which its last factors are not used any more" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -1881,6 +1884,8 @@ typedef struct Node {
     json_t *go, *setup, *place, *save; // orders that wait to be obeyed, the last of each kind
     int64_t skipped;                   // the last snapshot that gives no factors
     int anchor_up;                     // the anchor is there, as far as is known
+    int is_alone;                      // this process has nothing but the node: Ctrl-C ends it
+    int forgotten;                     // by the coordinator
     int interrupted, ended;            // what is being done is of no use any more; the run is over
     Parcels inbox, early;
     json_t *wants;       // files that others wait for: [[node, channel]]
@@ -1890,6 +1895,7 @@ typedef struct Node {
     // of the run, as all nodes know it
     int drawing[MESH_MAX_REPLICAS]; // replicas that take sequences from the data in this step
     int has_anchor;                 // snapshots are taken
+    int is_stale;                   // there has been no anchor for too long: its factors are not used any more
     int then;                       // ThenKind: what follows the step
     char scratch[PATH_MAX];         // folder of files on their way
 } Node;
@@ -2079,22 +2085,36 @@ static int node_sort(Node *node) {
     return result;
 }
 
-// Takes down who has which role, and how to reach them: [{"role", "node", "endpoint", "key"}].
+// 1 if a node has a role.
+static int node_knows(const Node *node, uint32_t id) {
+    int role = 0;
+    while (role < CHANNEL_ROLES && node->node_of[role] != id) role++;
+    return role < CHANNEL_ROLES;
+}
+
+// Takes down who has which role, and how to reach them: [{"role", "node", "endpoint", "key"}]. Who is not in the list
+// any more is forgotten.
 static int node_meet(Node *node, const json_t *nodes) {
     size_t i;
     const json_t *entry;
+    uint32_t *before = (uint32_t *)malloc(sizeof node->node_of);
+    int result = before != NULL ? 0 : error_set("out of memory for a list of nodes");
+    if (before != NULL) memcpy(before, node->node_of, sizeof node->node_of);
     for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
     json_array_foreach((json_t *)nodes, i, entry) {
         int64_t role = json_size(json_object_get(entry, "role")), id = json_size(json_object_get(entry, "node"));
         const char *key = json_string_value(json_object_get(entry, "key"));
-        if (role < 0 || role >= CHANNEL_ROLES || id < 1 || id >= CHANNEL_ROLES || key == NULL)
-            return error_set("the coordinator names a node %lld in role %lld", (long long)id, (long long)role);
+        if (result == 0 && (role < 0 || role >= CHANNEL_ROLES || id < 1 || id >= CHANNEL_ROLES || key == NULL))
+            result = error_set("the coordinator names a node %lld in role %lld", (long long)id, (long long)role);
+        if (result != 0) break;
         node->node_of[role] = (uint32_t)id;
-        if (role != node->role &&
-            net_peer(node->net, (uint32_t)id, json_string_value(json_object_get(entry, "endpoint")), key))
-            return -1;
+        if (role != node->role)
+            result = net_peer(node->net, (uint32_t)id, json_string_value(json_object_get(entry, "endpoint")), key);
     }
-    return 0;
+    for (int r = 0; r < CHANNEL_ROLES && result == 0; r++)
+        if (before[r] != NODE_NOBODY && !node_knows(node, before[r])) net_drop(node->net, before[r]);
+    free(before);
+    return result;
 }
 
 // flags (n) = 1 for the numbers of a list.
@@ -2177,10 +2197,12 @@ static int node_take(Node *node, NetEvent *event) {
     case NET_FILE: return parcels_put(&node->inbox, event);
     case NET_FILE_FAILED: return error_set("a file on its way: %.900s", event->text);
     case NET_REFUSED: return error_set("the coordinator does not take this node: %.900s", event->text);
-    case NET_UNKNOWN: // the coordinator has forgotten this node: it starts from the beginning
-        node->interrupted = 1, node->role = -1, node->epoch = 0;
+    case NET_UNKNOWN: // the coordinator has forgotten this node, which begins anew
+        node->interrupted = node->forgotten = 1, node->epoch = 0;
+        for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
         net_hello(node->net);
         return 0;
+    case NET_FILE_SENT: unlink(event->text); return 0;
     default: free(event->data); return 0;
     }
 }
@@ -2191,6 +2213,7 @@ static int node_pump(Node *node, int wait) {
     int n = 0, got;
     NetStatus status;
     net_progress(node->net, node->works);
+    if (node->is_alone && interrupts > 0) return error_set("interrupted");
     if (net_status(node->net, NODE_COORDINATOR, &status) == 0 && status.silence > NODE_PATIENCE)
         return error_set("the coordinator has been silent for %d s", NODE_PATIENCE);
     if (wait && net_wait(node->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
@@ -3772,8 +3795,6 @@ static void stage_filter(Stage *stage, const Anchor *anchor, float alpha, Stream
 // ---------------------------------------------------------------------------------------------------------------------
 // Run: the output folder
 
-static volatile sig_atomic_t interrupts; // Ctrl-C: the first finishes the step and saves, the second leaves at once
-
 static void on_interrupt(int signal_number) {
     (void)signal_number;
     if (++interrupts > 1) _exit(130);
@@ -5263,11 +5284,13 @@ static int meet_anchor(Trainer *trainer, StepResult *result) {
 
 // 1 once the anchor has delivered factors of its gradients, or of the codec's bias.
 static int is_filtered(const Trainer *trainer) {
-    return trainer->anchored && trainer->anchor.filters && trainer->anchor.deliveries > 0;
+    int stale = is_node(trainer) && trainer->node->is_stale;
+    return trainer->anchored && trainer->anchor.filters && trainer->anchor.deliveries > 0 && !stale;
 }
 
 static int is_corrected(const Trainer *trainer) {
-    return trainer->anchored && trainer->anchor.corrects && trainer->anchor.deliveries > 0;
+    int stale = is_node(trainer) && trainer->node->is_stale;
+    return trainer->anchored && trainer->anchor.corrects && trainer->anchor.deliveries > 0 && !stale;
 }
 
 // Copies of gradients for --probe: the fast circuit's and the unmasked one's, of the first replica.
@@ -5988,10 +6011,25 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
     return 0;
 }
 
+static void batches_free(Batch *batches, int n) {
+    for (int r = 0; r < n; r++) batch_free(&batches[r]);
+    free(batches);
+}
+
+// Batches of all replicas.
+static Batch *batches_alloc(const Trainer *trainer) {
+    int n = trainer->mesh.n_replicas, failed = 0;
+    Batch *batches = (Batch *)calloc((size_t)n, sizeof(Batch));
+    for (int r = 0; r < n && batches != NULL; r++) failed |= batch_alloc(&batches[r], trainer->opts.batch, trainer->T);
+    if (batches != NULL && !failed) return batches;
+    if (batches != NULL) batches_free(batches, n);
+    error_set("out of memory for batches");
+    return NULL;
+}
+
 // The whole of a training once model and data are loaded.
 static int train(Trainer *trainer, const json_t *resume) {
     Run *run = &trainer->run;
-    Batch *batches = NULL;
     Probe probe = {NULL, NULL};
     int resumed = json_object_get(resume, "step") != NULL;
     run->terminal = isatty(STDOUT_FILENO), run->saved_step = -1;
@@ -6008,13 +6046,9 @@ static int train(Trainer *trainer, const json_t *resume) {
     run_log_start(trainer, resumed ? "resume" : "start");
     catch_interrupts();
     printf("run: %s\n", run->path);
-    int n = trainer->mesh.n_replicas, result = 0;
-    batches = (Batch *)calloc((size_t)n, sizeof(Batch));
-    if (batches == NULL) result = error_set("out of memory for batches");
-    for (int r = 0; r < n && result == 0; r++) result = batch_alloc(&batches[r], trainer->opts.batch, trainer->T);
-    if (result == 0) result = train_loop(trainer, batches, &probe);
-    for (int r = 0; r < n && batches != NULL; r++) batch_free(&batches[r]);
-    free(batches);
+    Batch *batches = batches_alloc(trainer);
+    int result = batches == NULL ? -1 : train_loop(trainer, batches, &probe);
+    if (batches != NULL) batches_free(batches, trainer->mesh.n_replicas);
     device_free(probe.fast);
     device_free(probe.whole);
     if (run->log != NULL) fclose(run->log);
@@ -6029,6 +6063,7 @@ static int train(Trainer *trainer, const json_t *resume) {
 //   GATE_AVERAGES + f   an average that ends where it begins is here
 //   GATE_FINISH + f     the same at the end of the run
 //   GATE_SAVE           what a shard needs is here
+//   GATE_HOLD           the same, before all are placed anew
 //   GATE_FACTORS        whether a snapshot's factors are here; they are used if all say so
 //   GATE_GRADIENTS      --dp dense: the averages are here
 //   GATE_STEP           loss and norm; averages that are due are here. What opens it says how it goes on
@@ -6037,6 +6072,7 @@ enum {
     GATE_AVERAGES,
     GATE_FINISH = MAX_FRAGMENTS,
     GATE_SAVE = 2 * MAX_FRAGMENTS,
+    GATE_HOLD,
     GATE_FACTORS,
     GATE_GRADIENTS,
     GATE_STEP,
@@ -6069,6 +6105,7 @@ static int node_tell(Node *node, const char *type, json_t *about) {
 // What an opened gate says about the run: who takes sequences, whether there is an anchor, what follows.
 static int node_heed(Node *node, const json_t *go) {
     node->has_anchor = json_is_true(json_object_get(go, "anchor"));
+    node->is_stale = json_is_true(json_object_get(go, "stale"));
     node->then = (int)json_integer_value(json_object_get(go, "then"));
     return read_members(json_object_get(go, "living"), node->drawing, node->mesh->n_replicas);
 }
@@ -6093,7 +6130,8 @@ static json_t *node_agree(Trainer *trainer, int gate, json_t *report, int waits)
         int turn = node->turn;
         json_object_set_new(report, "turn", json_integer(turn));
         if (!failed) failed = node_tell(node, "report", json_deep_copy(report));
-        while (!failed && node->open < number && node->turn == turn) failed = node_poll(node, 1) < 0;
+        while (!failed && node->open < number && node->turn == turn)
+            failed = node_poll(node, 1) < 0 && node->open < number;
     }
     json_decref(report);
     if (failed || node_heed(node, node->go)) return NULL;
@@ -6476,6 +6514,13 @@ static int node_send_factors(Trainer *trainer, int in_use) {
                                "useless", anchor->useless));
 }
 
+// What the last pass has given is in use from here on.
+static int node_take_over(Trainer *trainer) {
+    Anchor *anchor = &trainer->anchor;
+    if (anchor_deliver(anchor)) return -1;
+    return anchor->learns && !anchor->useless && learner_use(&trainer->mesh, &anchor->learner) < 0 ? -1 : 0;
+}
+
 // The next snapshot to the thread, if there is one; what the last has given is in use then.
 static int node_serve_snapshot(Trainer *trainer) {
     int64_t step = -1;
@@ -6485,10 +6530,7 @@ static int node_serve_snapshot(Trainer *trainer) {
     int result = node_take_snapshot(trainer, channel_parts(first->event.channel).from / trainer->mesh.n_stages, &step);
     if (result < 0) return -1;
     if (result > 0) return node_tell(trainer->node, "skip", json_pack("{s:I}", "snapshot", (json_int_t)step));
-    if (anchor_state(anchor, 0) == ANCHOR_READY) {
-        if (anchor_deliver(anchor)) return -1;
-        if (anchor->learns && !anchor->useless && learner_use(&trainer->mesh, &anchor->learner) < 0) return -1;
-    }
+    if (anchor_state(anchor, 0) == ANCHOR_READY && node_take_over(trainer)) return -1;
     trainer->node->factors_sent = 0;
     anchor_work(anchor, step);
     return 0;
@@ -6563,10 +6605,9 @@ static int node_send_state(Node *node, const char *path, int64_t step) {
                          channel_number(CHANNEL_STATE, node->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path);
 }
 
-// Gives the coordinator the cell's shard, once what it needs is here.
-static int node_save(Trainer *trainer) {
-    char path[PATH_MAX], name[64];
-    Node *node = trainer->node;
+// Agrees with all that the run stands still here, as far as it concerns state: an average at work ends. Returns what
+// opened the gate, which the caller frees, or NULL.
+static json_t *node_stand(Trainer *trainer, int gate) {
     const Cell *cell = node_cell(trainer);
     const Progress *p = &trainer->progress;
     Meeting *meeting = node_meeting(trainer);
@@ -6576,20 +6617,49 @@ static int node_save(Trainer *trainer) {
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
     int finite = isfinite(sum_of_squares(cell->stage.params, cell->stage.arena_floats, trainer->stream));
     json_t *go =
-        node_agree(trainer, GATE_SAVE,
+        node_agree(trainer, gate,
                    json_pack("{s:b, s:I, s:I, s:I, s:o, s:I}", "finite", finite, "adam_steps",
                              (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples, "tokens",
                              (json_int_t)p->tokens, "begun", begun, "launched", (json_int_t)trainer->anchor.launched),
                    waits);
+    if (go == NULL || !waits || meeting_commit(&trainer->mesh, meeting, &trainer->outer) == 0) return go;
+    json_decref(go);
+    return NULL;
+}
+
+// Gives the coordinator the cell's shard, once what it needs is here.
+static int node_save(Trainer *trainer) {
+    char path[PATH_MAX], name[64];
+    Node *node = trainer->node;
+    const Cell *cell = node_cell(trainer);
+    int64_t step = trainer->progress.step;
+    json_t *go = node_stand(trainer, GATE_SAVE);
     if (go == NULL) return -1;
     int saves = json_is_true(json_object_get(go, "save"));
     json_decref(go);
-    if (waits && meeting_commit(&trainer->mesh, meeting, &trainer->outer)) return -1;
     if (!saves) return 0;
     CellState about = cell_state(trainer, cell);
-    snprintf(name, sizeof name, "cell_%d_%lld.bin", node->role, (long long)p->step);
+    snprintf(name, sizeof name, "cell_%d_%lld.bin", node->role, (long long)step);
     if (path_join(path, node->scratch, name) || cell_save(cell, &about, path, 1)) return -1;
-    return node_send_state(node, path, p->step);
+    return node_send_state(node, path, step);
+}
+
+// Sends the cell's state to those who want it.
+static int node_give(Trainer *trainer) {
+    char path[PATH_MAX], name[64];
+    Node *node = trainer->node;
+    const Cell *cell = node_cell(trainer);
+    CellState about;
+    while (cell != NULL && json_array_size(node->wants) > 0) {
+        const json_t *wish = json_array_get(node->wants, 0);
+        int64_t to = json_integer_value(json_array_get(wish, 0)), channel = json_integer_value(json_array_get(wish, 1));
+        json_array_remove(node->wants, 0);
+        about = cell_state(trainer, cell);
+        snprintf(name, sizeof name, "give_%lld.bin", (long long)to);
+        if (path_join(path, node->scratch, name) || cell_save(cell, &about, path, 1)) return -1;
+        if (net_send_file(node->net, (uint32_t)to, (uint64_t)channel, path)) return -1;
+    }
+    return 0;
 }
 
 // A file from a node into the scratch folder: path (PATH_MAX) = where it is. what: as the sender knows it.
@@ -6719,16 +6789,19 @@ static int node_fetch_embed(Trainer *trainer, const json_t *from) {
     return result != 0 ? -1 : mesh_share_embed(mesh);
 }
 
-// The anchor's state: of a checkpoint, or none. What is in use goes to the cells, which have lost it.
-static int node_fetch_anchor(Trainer *trainer, const json_t *from) {
+// The anchor's state: of a checkpoint, what it has, or none. What is in use goes to the cells, which may have lost it.
+// exact: the run goes on where the checkpoint was; else what the last pass has given is in use now.
+static int node_fetch_anchor(Trainer *trainer, const json_t *from, int exact) {
     char path[PATH_MAX];
-    const json_t *saved = json_object_get(from, "anchor");
-    if (!json_is_object(saved)) return 0;
-    if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "anchor.bin", path)) return -1;
-    if (anchor_load(trainer, trainer->node->scratch, from)) return -1;
-    unlink(path);
+    Anchor *anchor = &trainer->anchor;
+    if (json_is_object(json_object_get(from, "anchor"))) {
+        if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "anchor.bin", path)) return -1;
+        if (anchor_load(trainer, trainer->node->scratch, from)) return -1;
+        unlink(path);
+    }
+    if (!exact && anchor_state(anchor, 0) == ANCHOR_READY && node_take_over(trainer)) return -1;
     trainer->node->factors_sent = 0;
-    return trainer->anchor.deliveries > 0 ? node_send_factors(trainer, 1) : 0;
+    return anchor->deliveries > 0 ? node_send_factors(trainer, 1) : 0;
 }
 
 // What the epoch begins with, as all know it.
@@ -6770,7 +6843,8 @@ static int node_take_place(Trainer *trainer) {
     parcel_free(node->factors);
     node->factors = NULL;
     int failed = node_enter(trainer, order) || node_fetch_embed(trainer, from) ||
-                 (cell != NULL ? node_fetch_cell(trainer, cell, from) : node_fetch_anchor(trainer, from));
+                 (cell != NULL ? node_fetch_cell(trainer, cell, from)
+                               : node_fetch_anchor(trainer, from, json_is_true(json_object_get(order, "exact"))));
     if (!failed && cell != NULL && json_is_true(json_object_get(order, "factors"))) {
         Parcel *parcel = NULL;
         while (!failed && (parcel = parcels_take(&node->inbox, CHANNEL_FACTORS, -1)) == NULL)
@@ -6780,7 +6854,7 @@ static int node_take_place(Trainer *trainer) {
     }
     if (!failed) failed = stream_check(trainer->stream);
     if (!failed) failed = node_tell(node, "at", json_pack("{s:I}", "epoch", (json_int_t)node->epoch));
-    while (!failed && node->go == NULL) failed = node_poll(node, 1) < 0;
+    while (!failed && node->go == NULL) failed = node_poll(node, 1) < 0 || node_give(trainer);
     if (!failed) failed = node_heed(node, node->go);
     json_decref(order);
     json_decref(node->go);
@@ -6828,6 +6902,11 @@ static int node_train(Trainer *trainer, Batch *batches) {
         int last = p->step == trainer->n_steps || node->then == THEN_STOP;
         if ((is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) && node_validate(trainer)) return -1;
         if ((last || is_due(p->step, trainer->save_every)) && node_save(trainer)) return -1;
+    }
+    if (p->step < trainer->n_steps && node->then == THEN_HOLD) {
+        json_t *go = node_stand(trainer, GATE_HOLD);
+        if (go == NULL) return -1;
+        json_decref(go);
     }
     while (node_poll(node, 1) >= 0) continue; // to be placed, or the end
     return -1;
@@ -7369,38 +7448,78 @@ static void trainer_free(Trainer *trainer) {
     node_free(trainer->node);
 }
 
+// The mesh and all that belongs to it, so that another role can be taken.
+static void node_clear_out(Trainer *trainer) {
+    Node *node = trainer->node;
+    anchor_stop(&trainer->anchor);
+    mesh_free(&trainer->mesh);
+    json_decref(trainer->side_files);
+    dataset_close(&trainer->data);
+    stream_destroy(trainer->stream);
+    trainer->side_files = NULL, trainer->stream = NULL, trainer->n_params = 0;
+    memset(&trainer->data, 0, sizeof trainer->data);
+    node->mesh = NULL, node->idle = NULL, node->has_embed = 0;
+}
+
+// Takes the role of the coordinator's setup: memory and data, unless it is the one it had.
+static int node_move_in(Trainer *trainer) {
+    Node *node = trainer->node;
+    ModelFile none;
+    int role = (int)json_integer_value(json_object_get(node->setup, "role"));
+    memset(&none, 0, sizeof none);
+    node->interrupted = node->forgotten = 0;
+    if (node->mesh == NULL || role != node->role) {
+        if (node->mesh != NULL) node_clear_out(trainer);
+        if (node_settle_in(trainer) || prepare(trainer, &none, ACTION_TRAIN) || load(trainer, &none)) return -1;
+        node->idle = node_average, node->context = trainer;
+    }
+    json_decref(node->setup);
+    node->setup = NULL;
+    return node_tell(node, "loaded", json_object());
+}
+
+// A place, from its beginning to whatever ends it. 0, or -1: this node cannot go on.
+static int node_fill_place(Trainer *trainer) {
+    Node *node = trainer->node;
+    Batch *batches = batches_alloc(trainer);
+    if (batches == NULL) return -1;
+    if (node_take_place(trainer) == 0) {
+        if (node_cell(trainer) != NULL)
+            node_train(trainer, batches);
+        else
+            node_serve(trainer);
+    }
+    batches_free(batches, trainer->mesh.n_replicas);
+    return node->interrupted && !(node->is_alone && interrupts > 0) ? 0 : -1;
+}
+
 // From the first word with the coordinator to the last.
 static int node_live(Trainer *trainer) {
     Node *node = trainer->node;
-    Batch *batches = NULL;
-    ModelFile none;
-    memset(&none, 0, sizeof none);
-    while (node->setup == NULL)
-        if (node_pump(node, 1) < 0 || node->ended) return node->ended ? 0 : -1;
-    node->interrupted = 0;
-    if (node_settle_in(trainer) || prepare(trainer, &none, ACTION_TRAIN) || load(trainer, &none)) return -1;
-    int n = trainer->mesh.n_replicas, result = 0;
-    batches = (Batch *)calloc((size_t)n, sizeof(Batch));
-    if (batches == NULL) return error_set("out of memory for batches");
-    for (int r = 0; r < n && result == 0; r++) result = batch_alloc(&batches[r], trainer->opts.batch, trainer->T);
-    node->idle = node_average, node->context = trainer;
-    if (result == 0) result = node_tell(node, "loaded", json_object());
+    int result = 0;
     while (result == 0 && !node->ended) {
-        if (node->place == NULL) {
-            if (node_pump(node, 1) < 0) result = -1;
-            continue;
+        if (node->forgotten && node->place != NULL) {
+            json_decref(node->place);
+            node->place = NULL;
         }
-        if (node_take_place(trainer) == 0) {
-            if (node_cell(trainer) != NULL)
-                node_train(trainer, batches);
-            else
-                node_serve(trainer);
-        }
-        if (!node->interrupted) result = -1;
+        if (node->setup != NULL)
+            result = node_move_in(trainer);
+        else if (node->place != NULL && node->mesh != NULL)
+            result = node_fill_place(trainer);
+        else
+            result = node_pump(node, 1) < 0 ? -1 : 0;
     }
-    for (int r = 0; r < n; r++) batch_free(&batches[r]);
-    free(batches);
     return node->ended ? 0 : result;
+}
+
+// Tells the coordinator why this node goes, and gives the message a moment.
+static void node_say_goodbye(Node *node) {
+    char reason[ERROR_MAX];
+    const double until = seconds() + 2.0;
+    memcpy(reason, error_message, sizeof reason);
+    if (node_tell(node, "failed", json_pack("{s:s%}", "reason", reason, (size_t)strnlen(reason, 200))) == 0)
+        while (net_queued(node->net, NODE_COORDINATOR) > 0 && seconds() < until) net_wait(node->net, 0.01);
+    memcpy(error_message, reason, sizeof reason);
 }
 
 // Joins the run of a token.
@@ -7410,7 +7529,8 @@ static int node_join(Trainer *trainer, const char *token_text) {
     if (check_joiner(trainer) || net_token_parse(&token, token_text)) return -1;
     Node *node = trainer->node = (Node *)calloc(1, sizeof(Node));
     if (node == NULL) return error_set("out of memory for a node");
-    node->role = -1, node->wants = json_array(), node->open = -1;
+    node->role = -1, node->wants = json_array(), node->open = -1, node->is_alone = opts->join[0] != '\0';
+    if (node->is_alone) catch_interrupts();
     node->carrier.send = node_carry, node->carrier.context = node;
     const char *temporary = getenv("TMPDIR");
     snprintf(node->scratch, sizeof node->scratch, "%s/meshtune-XXXXXX", temporary != NULL ? temporary : "/tmp");
@@ -7421,7 +7541,10 @@ static int node_join(Trainer *trainer, const char *token_text) {
     }
     node->net = net_join(&token, strcmp(opts->listen, "none") == 0 ? NULL : opts->listen, NULL);
     if (node->net == NULL) return -1;
-    return node_live(trainer);
+    for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
+    if (node_live(trainer) == 0) return 0;
+    node_say_goodbye(node);
+    return -1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7435,6 +7558,8 @@ static int node_join(Trainer *trainer, const char *token_text) {
 //      +---------------------------------- no replica is whole any more ------------------+
 
 typedef enum { RUN_FORMING, RUN_PLACING, RUN_GOING, RUN_OVER } RunPhase;
+
+typedef enum { SHARD_NONE, SHARD_DUE, SHARD_HERE } ShardState;
 
 // How a member is reached, and what it has said at the gate.
 typedef struct {
@@ -7454,20 +7579,25 @@ typedef struct {
     uint32_t next_node, epoch;
     int turn;
     RunPhase phase;
-    int64_t gate;     // the last that was opened
-    int64_t waits;    // a gate that waits until shards are here, -1: none
-    int64_t restored; // step of the checkpoint that cells begin with, -1: none
-    int64_t launched; // the last snapshot
-    json_t *line;     // of the last step, until its validation is known
+    int64_t gate;       // the last that was opened
+    int64_t waits;      // a gate that waits until shards are here, -1: none
+    int64_t restored;   // step of the checkpoint that cells begin with, -1: none
+    int64_t launched;   // the last snapshot
+    int deliveries;     // whose factors were used
+    int exact;          // the run goes on where a checkpoint was, beyond which nobody has gone
+    int began;          // once
+    double anchor_lost; // when the anchor was there last
+    json_t *line;       // of the last step, until its validation is known
+    int holds;          // all wait to be placed behind this step
     double step_began, step_seconds;
     int skipped_in_a_row, stops; // the next step is the last
     int64_t factor_bytes;        // the anchor has sent since the last step
     json_t *factors;             // what the anchor has told of the last ones
     // shards on their way
-    int64_t saving; // step, -1: none
-    int shards_left;
-    json_t *anchor; // the anchor's state, as run.json has it
-    json_t *saved;  // run.json
+    int64_t saving;        // step, -1: none
+    unsigned char *shards; // (roles) ShardState
+    json_t *anchor;        // the anchor's state, as run.json has it
+    json_t *saved;         // run.json
     char scratch[PATH_MAX];
     // the thread that has a cell
     pthread_t thread;
@@ -7609,25 +7739,30 @@ static int shard_has_params(const char *path, const Stage *stage) {
     return has;
 }
 
-// Where a member's state comes from.
-static json_t *place_source(const Coordinator *c, const Member *member) {
+// Where the state of a cell comes from that is not in the run: the checkpoint, the beginning, or a cell of the same
+// stage that is in the run (donor).
+static json_t *newcomer_source(const Coordinator *c, const Member *member, const Member *donor) {
     char path[PATH_MAX];
     const Trainer *trainer = c->trainer;
-    int is_init = c->file->n_shards == 0, S = c->members.n_stages;
-    json_t *from = json_pack("{s:b}", "init", is_init && trainer->opts.model[0] == '\0');
-    if (!member_is_cell(c, member)) {
-        if (c->restored >= 0 && c->anchor != NULL) json_object_set(from, "anchor", c->anchor);
-        return from;
-    }
-    int64_t shard = c->restored >= 0 ? NODE_COORDINATOR : -1;
-    const char *weights = is_init ? "init" : "file";
-    if (c->restored >= 0) {
-        int held = checkpoint_shard(trainer, c->restored, member->role / S, member->role % S, path) == 0 &&
-                   shard_has_params(path, &mesh_cell(&trainer->mesh, 0, member->role % S)->stage);
-        weights = held ? "none" : "file";
-    }
-    json_object_set_new(from, "weights", json_string(weights));
-    json_object_set_new(from, "shard", json_integer((json_int_t)shard));
+    int S = c->members.n_stages, stage = member->role % S, is_init = c->file->n_shards == 0;
+    if (donor != NULL)
+        return json_pack("{s:b, s:s, s:I}", "init", is_init, "weights", "none", "shard", (json_int_t)donor->node);
+    if (c->restored < 0)
+        return json_pack("{s:b, s:s, s:i}", "init", is_init, "weights", is_init ? "init" : "file", "shard", -1);
+    int held = checkpoint_shard(trainer, c->restored, member->role / S, stage, path) == 0 &&
+               shard_has_params(path, &mesh_cell(&trainer->mesh, 0, stage)->stage);
+    return json_pack("{s:b, s:s, s:i}", "init", is_init, "weights", held ? "none" : "file", "shard", NODE_COORDINATOR);
+}
+
+// Where a member's state comes from. lead: a replica that has the state of the step at which the run is, -1: none.
+static json_t *place_source(const Coordinator *c, const Member *member, int lead) {
+    int S = c->members.n_stages, is_init = c->file->n_shards == 0;
+    if (member->stands) return json_pack("{s:b, s:s}", "init", is_init, "weights", "keep");
+    if (member_is_cell(c, member))
+        return newcomer_source(c, member,
+                               lead < 0 ? NULL : membership_of_role(&c->members, lead * S + member->role % S));
+    json_t *from = json_pack("{s:b}", "init", is_init);
+    if (c->restored >= 0 && c->anchor != NULL) json_object_set(from, "anchor", c->anchor);
     return from;
 }
 
@@ -7636,8 +7771,9 @@ static int place_all(Coordinator *c) {
     const Trainer *trainer = c->trainer;
     const Progress *p = &trainer->progress;
     Membership *m = &c->members;
-    int anchor = membership_has_anchor(m, MEMBER_READY), whole[MESH_MAX_REPLICAS], result = 0;
-    c->epoch++, c->turn = 0, c->phase = RUN_PLACING, c->gate = gate_number(p->step, 0) - 1;
+    int anchor = membership_has_anchor(m, MEMBER_READY), lead = membership_standing(m), result = 0;
+    int whole[MESH_MAX_REPLICAS];
+    c->epoch++, c->turn = 0, c->phase = RUN_PLACING, c->gate = gate_number(p->step, 0) - 1, c->waits = -1;
     for (int r = 0; r < m->n_replicas; r++) whole[r] = membership_has(m, r, MEMBER_READY);
     for (int i = 0; i < m->n; i++) {
         Member *member = &m->members[i];
@@ -7649,41 +7785,94 @@ static int place_all(Coordinator *c) {
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
     net_generation(c->net, c->epoch);
-    int has_factors = json_integer_value(json_object_get(c->anchor, "deliveries")) > 0;
     for (int i = 0; i < m->n && result == 0; i++) {
         const Member *member = &m->members[i];
         if (member->state != MEMBER_PLACED) continue;
         json_t *order =
-            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:O, s:I, s:o, s:o, s:o, s:b, s:b}", "type", "place", "epoch",
-                      (json_int_t)c->epoch, "step", (json_int_t)p->step, "samples", (json_int_t)p->samples,
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:O, s:I, s:o, s:o, s:o, s:b, s:b, s:b}", "type", "place",
+                      "epoch", (json_int_t)c->epoch, "step", (json_int_t)p->step, "samples", (json_int_t)p->samples,
                       "adam_steps", (json_int_t)p->adam_steps, "tokens", (json_int_t)p->tokens, "begun", begun,
-                      "launched", (json_int_t)c->launched, "living", living_to_json(c), "nodes", nodes_to_json(c),
-                      "from", place_source(c, member), "has_anchor", anchor, "factors", has_factors);
+                      "launched", (json_int_t)(c->exact ? c->launched : -1), "living", living_to_json(c), "nodes",
+                      nodes_to_json(c), "from", place_source(c, member, lead), "has_anchor", anchor, "factors",
+                      anchor && c->deliveries > 0, "exact", c->exact);
         result = send_order(c->net, member->node, order);
     }
+    c->exact = 0;
     json_decref(begun);
     return result;
 }
 
 // What every opened gate says.
 static json_t *go_order(const Coordinator *c, int64_t gate, int then) {
-    return json_pack("{s:s, s:I, s:o, s:b, s:i}", "type", "go", "gate", (json_int_t)gate, "living", living_to_json(c),
-                     "anchor", membership_has_anchor(&c->members, MEMBER_PLACED), "then", then);
+    int anchor = membership_has_anchor(&c->members, MEMBER_PLACED);
+    int stale = !anchor && seconds() - c->anchor_lost > (double)c->trainer->opts.anchor_timeout;
+    return json_pack("{s:s, s:I, s:o, s:b, s:i, s:b}", "type", "go", "gate", (json_int_t)gate, "living",
+                     living_to_json(c), "anchor", anchor, "then", then, "stale", stale);
 }
 
 // A member has its state; once all have, the run goes on.
 static int member_is_at(Coordinator *c, Member *member, const json_t *about) {
     if (json_integer_value(json_object_get(about, "epoch")) != (json_int_t)c->epoch) return 0;
     if (member->state != MEMBER_PLACED) return 0;
-    member->state = MEMBER_RUNNING;
+    member->state = MEMBER_RUNNING, member->stands = 1;
     for (int i = 0; i < c->members.n; i++)
         if (c->members.members[i].state == MEMBER_PLACED) return 0;
     c->phase = RUN_GOING, c->step_began = seconds();
+    c->members.min_replicas = 1, c->began = 1; // from here on
+    if (c->deliveries > 0) c->members.needs_anchor = 0;
     return order_all(c, go_order(c, c->gate, THEN_RUN), 0);
 }
 
 static int try_begin(Coordinator *c) {
     return c->phase == RUN_FORMING && membership_may_begin(&c->members) ? place_all(c) : 0;
+}
+
+// 1 if there are whole replicas, or an anchor, that wait to come into the run, and can.
+static int has_newcomers(const Coordinator *c) {
+    const Membership *m = &c->members;
+    int anchor = membership_has_anchor(m, MEMBER_READY), newcomers = 0;
+    for (int r = 0; r < m->n_replicas; r++)
+        newcomers += membership_has(m, r, MEMBER_READY) && !membership_has(m, r, MEMBER_PLACED);
+    if (newcomers > 0 && c->trainer->opts.codec == CODEC_KLT && !anchor) return 0; // who would give them tables
+    return newcomers > 0 || (anchor && !membership_has_anchor(m, MEMBER_PLACED));
+}
+
+// The run is where the last checkpoint was, or at its beginning: what came after it is lost.
+static int rewind_run(Coordinator *c) {
+    char folder[PATH_MAX], path[PATH_MAX];
+    Trainer *trainer = c->trainer;
+    Progress *p = &trainer->progress;
+    json_error_t error;
+    double elapsed = p->elapsed;
+    if (c->restored >= 0) {
+        if (checkpoint_path(folder, trainer->run.path, c->restored, "") || path_join(path, folder, "run.json"))
+            return -1;
+        json_t *state = json_load_file(path, 0, &error);
+        if (state == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
+        int result = resume_progress(trainer, state);
+        json_decref(c->anchor);
+        c->anchor = json_incref(json_object_get(state, "anchor"));
+        json_decref(state);
+        if (result != 0) return -1;
+    } else {
+        memset(p, 0, sizeof *p);
+        memset(trainer->outer.begun, 0, sizeof trainer->outer.begun);
+        p->best_val = (double)INFINITY;
+    }
+    p->elapsed = elapsed;
+    c->launched = json_is_object(c->anchor) ? json_integer_value(json_object_get(c->anchor, "launched")) : -1;
+    c->deliveries = (int)json_integer_value(json_object_get(c->anchor, "deliveries"));
+    c->exact = 1, c->stops = 0;
+    c->members.needs_anchor = trainer->anchored && trainer->opts.codec == CODEC_KLT;
+    for (int i = 0; i < c->members.n; i++) c->members.members[i].stands = 0;
+    json_decref(c->line);
+    c->line = NULL;
+    fclose(trainer->run.log);
+    trainer->run.log = NULL;
+    run_clear_line(&trainer->run);
+    printf("no replica is whole any more; the run waits, and goes on from step %lld\n", (long long)p->step);
+    fflush(stdout);
+    return run_open_log(&trainer->run, p->step);
 }
 
 // Files that nodes want -----------------------------------------------------------------------------------------------
@@ -7841,7 +8030,8 @@ static json_t *close_step(Coordinator *c, int64_t gate) {
     c->factors = NULL;
     int stop = interrupts > 0 || p->step == trainer->opts.stop_after || c->skipped_in_a_row >= MAX_SKIPPED;
     c->stops = stop || p->step == trainer->n_steps;
-    json_t *go = go_order(c, gate, stop ? THEN_STOP : THEN_RUN);
+    c->holds = !c->stops && has_newcomers(c);
+    json_t *go = go_order(c, gate, stop ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN);
     json_object_set_new(go, "apply", json_boolean(result.finite));
     return go;
 }
@@ -7866,7 +8056,7 @@ static json_t *close_factors(Coordinator *c, int64_t gate) {
     int all = all_have_factors(c, &snapshot);
     json_t *go = go_order(c, gate, THEN_RUN);
     json_object_set_new(go, "deliver", json_boolean(all));
-    if (all) c->launched = snapshot;
+    if (all) c->launched = snapshot, c->deliveries++, c->members.needs_anchor = 0;
     return go;
 }
 
@@ -7881,10 +8071,26 @@ static int expect_shard(Coordinator *c, const Member *member, const char *folder
     if (member_is_cell(c, member) ? shard_path(path, folder, member->role / S, member->role % S)
                                   : path_join(path, folder, "anchor.bin"))
         return -1;
-    c->shards_left++;
+    c->shards[member->role] = SHARD_DUE;
     return net_expect_file(c->net, member->node,
                            channel_number(CHANNEL_STATE, member->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path,
                            any_size);
+}
+
+static void clear_reports(Coordinator *c) {
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_decref(c->contacts[i].report);
+        c->contacts[i].report = NULL;
+    }
+}
+
+// Where the cells stand that have reported at a gate between two steps.
+static void take_position(Coordinator *c) {
+    Trainer *trainer = c->trainer;
+    const json_t *lead = report_of(c, membership_lead(&c->members), 0), *begun = json_object_get(lead, "begun");
+    for (int f = 0; f < trainer->outer.n_fragments; f++)
+        trainer->outer.begun[f] = json_integer_value(json_array_get(begun, (size_t)f));
+    c->launched = json_integer_value(json_object_get(lead, "launched"));
 }
 
 // All cells are ready to give their shards: says whether they do.
@@ -7893,19 +8099,15 @@ static json_t *close_save(Coordinator *c, int64_t gate) {
     Trainer *trainer = c->trainer;
     int64_t step = gate / GATES;
     int finite = 1, result = 0;
-    const json_t *lead = report_of(c, membership_lead(&c->members), 0);
     json_t *go = go_order(c, gate, THEN_RUN);
     for (int r = 0; r < c->members.n_replicas; r++)
         for (int s = 0; s < c->members.n_stages; s++)
             if (report_of(c, r, s) != NULL)
                 finite = finite && json_is_true(json_object_get(report_of(c, r, s), "finite"));
-    const json_t *begun = json_object_get(lead, "begun");
-    for (int f = 0; f < trainer->outer.n_fragments; f++)
-        trainer->outer.begun[f] = json_integer_value(json_array_get(begun, (size_t)f));
-    c->launched = json_integer_value(json_object_get(lead, "launched"));
+    take_position(c);
     if (!finite) result = error_set("step %lld: a weight is not finite; not saved", (long long)step);
     if (result == 0) result = checkpoint_begin(folder, trainer->run.path, step);
-    c->shards_left = 0;
+    memset(c->shards, SHARD_NONE, (size_t)membership_roles(&c->members));
     for (int i = 0; i < c->members.n && result == 0; i++) {
         const Member *member = &c->members.members[i];
         if (member->state != MEMBER_RUNNING) continue;
@@ -7931,16 +8133,28 @@ static json_t *close_save(Coordinator *c, int64_t gate) {
 }
 
 // Replicas that have given no shard have the first one's.
-static int fill_shards(const Coordinator *c, const char *folder) {
+static int fill_shards(const Coordinator *c, const char *folder, int lead) {
     char from[PATH_MAX], to[PATH_MAX];
-    int lead = membership_lead(&c->members);
     for (int r = 0; r < c->members.n_replicas; r++) {
         for (int s = 0; s < c->members.n_stages; s++) {
             if (shard_path(from, folder, lead, s) || shard_path(to, folder, r, s)) return -1;
-            if (!file_exists(to) && link(from, to) != 0) return error_set("link %s: %s", to, strerror(errno));
+            if (c->shards[r * c->members.n_stages + s] == SHARD_HERE) continue;
+            unlink(to); // a part of it may be there
+            if (link(from, to) != 0) return error_set("link %s: %s", to, strerror(errno));
         }
     }
     return 0;
+}
+
+// The first replica all of whose shards are here, -1: none.
+static int saved_replica(const Coordinator *c) {
+    int S = c->members.n_stages;
+    for (int r = 0; r < c->members.n_replicas; r++) {
+        int all = 1;
+        for (int s = 0; s < S; s++) all &= c->shards[r * S + s] == SHARD_HERE;
+        if (all) return r;
+    }
+    return -1;
 }
 
 // All shards are here: the checkpoint becomes whole.
@@ -7948,15 +8162,16 @@ static int end_save(Coordinator *c) {
     char folder[PATH_MAX], path[PATH_MAX];
     Trainer *trainer = c->trainer;
     int64_t step = c->saving;
+    int lead = saved_replica(c);
     c->saving = -1;
+    if (lead < 0) return error_set("step %lld: the cells that were to be saved are lost", (long long)step);
     if (c->anchor != NULL) json_object_set(c->saved, "anchor", c->anchor);
     char *text = json_dumps(c->saved, JSON_INDENT(1));
     int result = text != NULL ? checkpoint_path(folder, trainer->run.path, step, ".tmp") : -1;
     if (result == 0) result = path_join(path, folder, "model.bin");
     if (result == 0)
-        result = model_merge(folder, &trainer->config, c->members.n_stages, membership_lead(&c->members),
-                             trainer->side_files, path);
-    if (result == 0) result = fill_shards(c, folder);
+        result = model_merge(folder, &trainer->config, c->members.n_stages, lead, trainer->side_files, path);
+    if (result == 0) result = fill_shards(c, folder, lead);
     if (result == 0) result = path_join(path, folder, "run.json");
     if (result == 0) result = file_write_text(path, text);
     free(text);
@@ -7981,27 +8196,31 @@ static int finish_run(Coordinator *c, const char *reason) {
 
 static int open_gate(Coordinator *c, int64_t gate) {
     int kind = (int)(gate % GATES);
-    if (kind == GATE_SAVE && c->saving >= 0) { // the last one first
+    if ((kind == GATE_SAVE || kind == GATE_HOLD) && c->saving >= 0) { // the last one first
         c->waits = gate;
         return 0;
     }
+    if (kind == GATE_HOLD) c->holds = 0;
     json_t *go = kind == GATE_STEP      ? close_step(c, gate)
                  : kind == GATE_FACTORS ? close_factors(c, gate)
                  : kind == GATE_SAVE    ? close_save(c, gate)
                                         : go_order(c, gate, THEN_RUN);
-    if (kind != GATE_STEP) json_object_set_new(go, "then", json_integer(c->stops ? THEN_STOP : THEN_RUN));
+    if (kind != GATE_STEP)
+        json_object_set_new(go, "then", json_integer(c->stops ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN));
     int saves = kind != GATE_SAVE || json_is_true(json_object_get(go, "save"));
     c->gate = gate, c->waits = -1;
-    for (int i = 0; i < c->n_contacts; i++) {
-        json_decref(c->contacts[i].report);
-        c->contacts[i].report = NULL;
-    }
+    if (kind == GATE_HOLD) take_position(c);
+    clear_reports(c);
     if (order_all(c, go, 1)) return -1;
+    if (kind == GATE_HOLD) return place_all(c);
     return c->stops && !saves ? finish_run(c, NULL) : 0;
 }
 
 static int shard_is_here(Coordinator *c) {
-    if (c->shards_left > 0 || (c->anchor == NULL && membership_has_anchor(&c->members, MEMBER_RUNNING))) return 0;
+    int anchor = membership_cells(&c->members), due = 0;
+    for (int i = 0; i < membership_roles(&c->members); i++) due |= c->shards[i] == SHARD_DUE;
+    if (c->saving < 0 || due) return 0;
+    if (c->members.anchored && c->shards[anchor] == SHARD_HERE && c->anchor == NULL) return 0;
     int stops = c->stops && c->saving == c->trainer->progress.step, result = end_save(c);
     if (result != 0 && !stops) {
         run_clear_line(&c->trainer->run);
@@ -8028,36 +8247,75 @@ static int member_reports(Coordinator *c, Member *member, json_t *report) {
 // Losses
 // ------------------------------------------------------------------------------------------------------------------
 
+// Shards of a replica, or the anchor's, that will not come any more.
+static void give_up_shards(Coordinator *c, int first, int n) {
+    for (int role = first; role < first + n && c->saving >= 0; role++)
+        if (c->shards[role] == SHARD_DUE) c->shards[role] = SHARD_NONE;
+}
+
+// Nobody is in the run any more: what is left of it waits to be placed.
+static int stand_down(Coordinator *c) {
+    char folder[PATH_MAX];
+    for (int i = 0; i < c->members.n; i++) {
+        Member *member = &c->members.members[i];
+        if (member->state < MEMBER_PLACED) continue;
+        member->state = MEMBER_READY, member->gate = -1;
+        if (send_order(c->net, member->node, json_pack("{s:s}", "type", "out"))) return -1;
+    }
+    if (c->saving >= 0 && checkpoint_path(folder, c->trainer->run.path, c->saving, ".tmp") == 0)
+        file_remove_folder(folder);
+    c->saving = c->waits = -1, c->holds = 0, c->phase = RUN_FORMING;
+    clear_reports(c);
+    return 0;
+}
+
+// Replicas, or the anchor, are out of the run, and it goes on without them.
+static int carry_on(Coordinator *c, int replica) {
+    int S = c->members.n_stages;
+    c->turn++;
+    for (int i = 0; i < c->members.n; i++) {
+        Member *other = &c->members.members[i];
+        if (other->state == MEMBER_RUNNING) other->gate = c->gate;
+        if (replica >= 0 && member_is_cell(c, other) && other->role / S == replica &&
+            send_order(c->net, other->node, json_pack("{s:s}", "type", "out")))
+            return -1;
+    }
+    clear_reports(c);
+    c->waits = -1; // those that are left report again
+    return order_all(c,
+                     json_pack("{s:s, s:i, s:o, s:o, s:b}", "type", "living", "turn", c->turn, "living",
+                               living_to_json(c), "nodes", nodes_to_json(c), "anchor",
+                               membership_has_anchor(&c->members, MEMBER_PLACED)),
+                     0);
+}
+
 // A member is gone: its replica is out of the run, the others go on.
 static int lose_member(Coordinator *c, uint32_t node, const char *reason) {
     char text[64];
     Member *member = membership_find(&c->members, node);
     if (member == NULL) return 0;
-    int was_anchor = !member_is_cell(c, member), lived = member->state >= MEMBER_PLACED;
+    int role = member->role, was_placed = member->state >= MEMBER_PLACED, is_cell = member_is_cell(c, member);
     run_clear_line(&c->trainer->run);
-    printf("node %u (%s) is lost: %s\n", node,
-           member->role < 0 ? "a spare" : role_text(c, member->role, text, sizeof text), reason);
+    printf("node %u (%s) is lost: %s\n", node, role < 0 ? "a spare" : role_text(c, role, text, sizeof text), reason);
     fflush(stdout);
-    int replica = membership_remove(&c->members, node);
+    int replica = membership_remove(&c->members, node), result = 0;
     net_drop(c->net, node);
-    if (replica < 0 && !(was_anchor && lived)) return give_roles(c);
-    c->turn++;
-    for (int i = 0; i < c->members.n; i++) {
-        Member *other = &c->members.members[i];
-        if (other->state == MEMBER_RUNNING) other->gate = c->gate;
-        if (replica < 0 || other->role < 0 || other->role / c->members.n_stages != replica || !member_is_cell(c, other))
-            continue;
-        if (send_order(c->net, other->node, json_pack("{s:s}", "type", "out"))) return -1;
+    if (was_placed && !is_cell) c->anchor_lost = seconds();
+    if (was_placed && (replica >= 0 || !is_cell)) {
+        give_up_shards(c, is_cell ? replica * c->members.n_stages : role, is_cell ? c->members.n_stages : 1);
+        int left = membership_replicas(&c->members, MEMBER_RUNNING);
+        int hopeless = c->members.needs_anchor && !is_cell && c->began;
+        if (c->phase == RUN_GOING && left > 0 && !hopeless) {
+            result = carry_on(c, replica);
+        } else {
+            result = stand_down(c);
+            int lost = c->began && (membership_standing(&c->members) < 0 || hopeless);
+            if (result == 0 && lost) result = rewind_run(c);
+        }
+        if (result == 0 && c->saving >= 0) result = shard_is_here(c);
     }
-    if (membership_replicas(&c->members, MEMBER_PLACED) == 0) c->phase = RUN_FORMING;
-    return order_all(c,
-                     json_pack("{s:s, s:i, s:o, s:o, s:b}", "type", "living", "turn", c->turn, "living",
-                               living_to_json(c), "nodes", nodes_to_json(c), "anchor",
-                               membership_has_anchor(&c->members, MEMBER_PLACED)),
-                     0) ||
-                   give_roles(c)
-               ? -1
-               : 0;
+    if (result != 0 || give_roles(c)) return -1;
+    return try_begin(c);
 }
 
 // Looks who has not been heard of for too long.
@@ -8101,6 +8359,10 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
         member->state = MEMBER_READY;
         return try_begin(c);
     }
+    if (strcmp(type, "failed") == 0) {
+        const char *reason = json_string_value(json_object_get(about, "reason"));
+        return lose_member(c, member->node, reason != NULL ? reason : "it has failed");
+    }
     if (strcmp(type, "validation") == 0) take_validation(c, about);
     if (strcmp(type, "skip") == 0) {
         return order_all(c, json_pack("{s:s, s:O}", "type", "skip", "snapshot", json_object_get(about, "snapshot")), 1);
@@ -8132,9 +8394,12 @@ static int take_event(Coordinator *c, NetEvent *event) {
         result = json_is_object(about) ? take_message(c, member, about)
                                        : lose_member(c, event->from, "it sends what is no message");
         json_decref(about);
-    } else if (member != NULL && event->kind == NET_FILE && c->saving >= 0) {
-        c->shards_left--;
-        result = shard_is_here(c);
+    } else if (event->kind == NET_FILE) {
+        Channel channel = channel_parts(event->channel);
+        int is_due = c->saving >= 0 && channel.from < membership_roles(&c->members) &&
+                     channel.tag == (int)(c->saving & (CHANNEL_TAGS - 1)) && c->shards[channel.from] == SHARD_DUE;
+        if (is_due) c->shards[channel.from] = SHARD_HERE;
+        if (is_due) result = shard_is_here(c);
     } else if (member != NULL && event->kind == NET_FILE_FAILED) {
         result = lose_member(c, event->from, event->text);
     }
@@ -8241,6 +8506,7 @@ static void coordinator_free(Coordinator *c) {
     json_decref(c->anchor);
     json_decref(c->saved);
     membership_free(&c->members);
+    free(c->shards);
     if (c->scratch[0] != '\0' && file_exists(c->scratch)) file_remove_folder(c->scratch);
 }
 
@@ -8258,6 +8524,8 @@ static int open_house(Coordinator *c, const json_t *resume) {
         c->restored = trainer->progress.step;
         c->anchor = json_incref(json_object_get(resume, "anchor"));
         if (json_is_object(c->anchor)) c->launched = json_integer_value(json_object_get(c->anchor, "launched"));
+        c->deliveries = (int)json_integer_value(json_object_get(c->anchor, "deliveries"));
+        c->exact = 1;
     }
     checkpoint_sweep(run->path, 0);
     if (run_open_log(run, resume != NULL ? trainer->progress.step : -1)) return -1;
@@ -8287,7 +8555,8 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     c->members.needs_anchor =
         trainer->anchored && (trainer->opts.codec == CODEC_KLT || trainer->opts.min_replicas == 0);
     c->members.min_replicas = trainer->opts.min_replicas > 0 ? trainer->opts.min_replicas : trainer->mesh.n_replicas;
-    int result = open_house(c, resume);
+    c->shards = (unsigned char *)calloc((size_t)membership_roles(&c->members), 1);
+    int result = c->shards == NULL ? error_set("out of memory for the coordinator") : open_house(c, resume);
     if (result == 0) result = coordinate(c);
     coordinator_free(c);
     free(c);

@@ -31,6 +31,7 @@ typedef struct {
     MemberState state;
     int role;     // -1: none
     int64_t gate; // the last it has reported at, -1: none
+    int stands;   // it has the state of the step at which the run is
 } Member;
 
 typedef struct {
@@ -125,6 +126,16 @@ static inline int membership_lead(const Membership *m) {
     return -1;
 }
 
+// The first replica whose cells all are there and have the state of the step at which the run is, -1: none.
+static inline int membership_standing(const Membership *m) {
+    for (int r = 0; r < m->n_replicas; r++) {
+        int all = membership_has(m, r, MEMBER_READY);
+        for (int s = 0; s < m->n_stages && all; s++) all = membership_of_role(m, r * m->n_stages + s)->stands;
+        if (all) return r;
+    }
+    return -1;
+}
+
 // Takes a member out. What is left of its replica does not run any more: those are ready to be placed again. Returns
 // the replica that has died of it, -1: none, it did not run.
 static inline int membership_remove(Membership *m, uint32_t node) {
@@ -135,7 +146,9 @@ static inline int membership_remove(Membership *m, uint32_t node) {
     *member = m->members[--m->n];
     for (int s = 0; s < m->n_stages && replica >= 0; s++) {
         Member *other = membership_of_role(m, replica * m->n_stages + s);
-        if (other != NULL && other->state > MEMBER_READY) other->state = MEMBER_READY, other->gate = -1;
+        if (other == NULL) continue;
+        other->stands = 0;
+        if (other->state > MEMBER_READY) other->state = MEMBER_READY, other->gate = -1;
     }
     return lived ? replica : -1;
 }
