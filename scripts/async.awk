@@ -110,6 +110,16 @@ function print_search(name, stages,   i) {
     }
 }
 
+function print_sizes(   i, s) { # models of as many layers as stages
+    print "\nThe model grows with P:\n"
+    print_head()
+    for (i = 1; i <= n_names; i++) {
+        if (names[i] ~ /\+/) continue
+        for (s = 2; s <= n_stages; s++)
+            if ((own(names[i], list[s]) in run) && ((names[i], list[s], list[s]) in run)) print_cell(names[i], list[s], list[s])
+    }
+}
+
 END {
     for (cell in run) read_curve(cell)
     n_names = split("adamw adamw+nostash pipedream-lr pipedream-lr+nostash nesterov nesterov+nostash rotate-1st-uni" \
@@ -118,13 +128,9 @@ END {
     n_stages = split("1 2 4 8 16 32", list, " ")
     print_head()
     for (i = 1; i <= n_names; i++) for (s = 1; s <= n_stages; s++) print_cell(names[i], depth, list[s])
-    print "\nThe model grows with P:\n"
-    print_head()
-    for (i = 1; i <= n_names; i++) {
-        if (names[i] ~ /\+/) continue
-        for (s = 2; s <= n_stages; s++)
-            if ((own(names[i], list[s]) in run) && ((names[i], list[s], list[s]) in run)) print_cell(names[i], list[s], list[s])
-    }
+    for (i = 1; i <= n_names; i++)
+        for (s = 2; s < n_stages; s++) sizes += (names[i], list[s], list[s]) in run
+    if (sizes) print_sizes()
     n_rates = split(rates, rate, " ")
     printf "\nThe search, loss at the end:\n\n| optimizer | P |"
     for (i = 1; i <= n_rates; i++) printf " %s |", rate[i]
