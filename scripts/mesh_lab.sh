@@ -92,7 +92,7 @@ lab_start() { # node, name, command ...
         echo $! > "$lab/$lab_what.pid.new"
         mv "$lab/$lab_what.pid.new" "$lab/$lab_what.pid"
         status=0
-        wait $! || status=$?
+        wait $! 2> /dev/null || status=$?
         echo $status > "$lab/$lab_what.rc.new"
         mv "$lab/$lab_what.rc.new" "$lab/$lab_what.rc"
     ) &
@@ -139,7 +139,8 @@ lab_await() { # seconds, pattern
 
 # The last step the coordinator has logged.
 lab_step() {
-    { grep -o '"step":[0-9]*' "$lab/run/log.jsonl" 2> /dev/null || echo 0; } | sed -n '$s/.*://p'
+    awk '{ if (match($0, /"step":[0-9]+/)) step = substr($0, RSTART + 7, RLENGTH - 7) } END { print step + 0 }' \
+        "$lab/run/log.jsonl" 2> /dev/null || echo 0
 }
 lab_is_at() { [ "$(lab_step)" -ge "$1" ]; }
 
