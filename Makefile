@@ -163,6 +163,12 @@ test: setup
 	@$(MAKE) --no-print-directory $(TESTS)
 	@OMP_WAIT_POLICY=passive EMU_DEVICES=3 $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)
 
+# Half an hour of a mesh in trouble; SEED=N for the same troubles again.
+SOAK_SECONDS ?= 1800
+soak: setup
+	@$(MAKE) --no-print-directory train medical
+	@SOAK_SECONDS=$(SOAK_SECONDS) $(if $(SEED),SEED=$(SEED)) scripts/soak.sh
+
 demo: setup
 	@$(MAKE) --no-print-directory train medical
 	@scripts/demo.sh

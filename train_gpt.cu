@@ -6684,6 +6684,15 @@ static int node_send_state(Node *node, const char *path, int64_t step) {
                          channel_number(CHANNEL_STATE, node->role, 0, save_tag(node->epoch, step)), path);
 }
 
+// What this process has sent and received so far (NetTotals): payload up and down, wire up and down, frames up and
+// down.
+static json_t *totals_to_json(Net *net) {
+    NetTotals t;
+    net_totals(net, &t);
+    return json_pack("[I,I,I,I,I,I]", (json_int_t)t.payload_up, (json_int_t)t.payload_down, (json_int_t)t.wire_up,
+                     (json_int_t)t.wire_down, (json_int_t)t.frames_up, (json_int_t)t.frames_down);
+}
+
 // Agrees with all that the run stands still here, as far as it concerns state: an average at work ends. Returns what
 // opened the gate, which the caller frees, or NULL.
 static json_t *node_stand(Trainer *trainer, int gate) {
@@ -6695,12 +6704,12 @@ static json_t *node_stand(Trainer *trainer, int gate) {
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
     int finite = isfinite(sum_of_squares(cell->stage.params, cell->stage.arena_floats, trainer->stream));
-    json_t *go =
-        node_agree(trainer, gate,
-                   json_pack("{s:b, s:I, s:I, s:I, s:o, s:I}", "finite", finite, "adam_steps",
-                             (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples, "tokens",
-                             (json_int_t)p->tokens, "begun", begun, "launched", (json_int_t)trainer->anchor.launched),
-                   waits);
+    json_t *go = node_agree(trainer, gate,
+                            json_pack("{s:o, s:b, s:I, s:I, s:I, s:o, s:I}", "net", totals_to_json(trainer->node->net),
+                                      "finite", finite, "adam_steps", (json_int_t)p->adam_steps, "samples",
+                                      (json_int_t)p->samples, "tokens", (json_int_t)p->tokens, "begun", begun,
+                                      "launched", (json_int_t)trainer->anchor.launched),
+                            waits);
     if (go == NULL || !waits || meeting_commit(&trainer->mesh, meeting, &trainer->outer) == 0) return go;
     json_decref(go);
     return NULL;
@@ -7619,6 +7628,18 @@ static void node_say_goodbye(Node *node) {
     memcpy(error_message, reason, sizeof reason);
 }
 
+// What this process has sent and received, for who compares it with the counters of its interface.
+static void print_totals(Net *net) {
+    NetTotals t;
+    net_totals(net, &t);
+    printf(
+        "network: %lld bytes up and %lld down; on the wire, before CURVE and TCP, %lld in %lld frames up and %lld in "
+        "%lld down\n",
+        (long long)t.payload_up, (long long)t.payload_down, (long long)t.wire_up, (long long)t.frames_up,
+        (long long)t.wire_down, (long long)t.frames_down);
+    fflush(stdout);
+}
+
 // Joins the run of a token.
 static int node_join(Trainer *trainer, const char *token_text) {
     NetToken token;
@@ -7640,7 +7661,9 @@ static int node_join(Trainer *trainer, const char *token_text) {
     if (node->net == NULL) return -1;
     for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
     node->heard = seconds(), node->host_is_gone = &trainer->host_is_gone;
-    if (node_live(trainer) == 0) return 0;
+    int result = node_live(trainer);
+    if (node->is_alone) print_totals(node->net);
+    if (result == 0) return 0;
     if (!node->ended) node_say_goodbye(node);
     return -1;
 }
@@ -7664,6 +7687,7 @@ typedef struct {
     uint32_t node;
     char endpoint[NET_ENDPOINT], key[NET_KEY];
     json_t *report;
+    json_t *totals; // what it had sent and received when it last said so (totals_to_json)
 } Contact;
 
 typedef struct {
@@ -7675,6 +7699,7 @@ typedef struct {
     Contact *contacts;
     int n_contacts;
     uint32_t next_node, epoch;
+    double watched, grace; // when members were looked at last; until when nobody is given up
     int turn;
     RunPhase phase;
     int64_t gate;       // the last that was opened
@@ -8221,6 +8246,16 @@ static void take_position(Coordinator *c) {
     c->launched = json_integer_value(json_object_get(lead, "launched"));
 }
 
+// What cells have sent and received up to such a gate.
+static void take_totals(Coordinator *c) {
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_t *totals = json_object_get(c->contacts[i].report, "net");
+        if (!json_is_array(totals)) continue;
+        json_decref(c->contacts[i].totals);
+        c->contacts[i].totals = json_incref(totals);
+    }
+}
+
 // All cells are ready to give their shards: says whether they do.
 static json_t *close_save(Coordinator *c, int64_t gate) {
     char folder[PATH_MAX];
@@ -8348,6 +8383,7 @@ static int open_gate(Coordinator *c, int64_t gate) {
     int saves = kind != GATE_SAVE || json_is_true(json_object_get(go, "save"));
     c->gate = gate, c->waits = -1;
     if (kind == GATE_HOLD) take_position(c);
+    if (kind == GATE_HOLD || kind == GATE_SAVE) take_totals(c);
     clear_reports(c);
     if (order_all(c, go, 1)) return -1;
     if (kind == GATE_HOLD) return place_all(c);
@@ -8459,10 +8495,14 @@ static int lose_member(Coordinator *c, uint32_t node, const char *reason) {
     return try_begin(c);
 }
 
-// Looks who has not been heard of for too long.
+// Looks who has not been heard of for too long. Should this process itself have stood still, others get their time
+// anew.
 static int watch_members(Coordinator *c) {
     char reason[64];
-    double limit = (double)c->trainer->opts.peer_timeout;
+    double limit = (double)c->trainer->opts.peer_timeout, now = seconds();
+    if (now - c->watched > 0.5 * limit) c->grace = now + limit;
+    c->watched = now;
+    if (now < c->grace) return 0;
     for (int i = 0; i < c->members.n; i++) {
         NetStatus status;
         if (net_status(c->net, c->members.members[i].node, &status)) continue;
@@ -8554,6 +8594,21 @@ static int take_event(Coordinator *c, NetEvent *event) {
     return result;
 }
 
+// The last line of the log: bytes and frames (totals_to_json) of the coordinator, and of nodes up to the last
+// checkpoint.
+static void log_network(Coordinator *c) {
+    json_t *nodes = json_object();
+    char name[16];
+    for (int i = 0; i < c->n_contacts; i++) {
+        snprintf(name, sizeof name, "%u", c->contacts[i].node);
+        if (c->contacts[i].totals != NULL) json_object_set(nodes, name, c->contacts[i].totals);
+    }
+    run_append(&c->trainer->run,
+               json_pack("{s:s, s:o, s:o}", "type", "network", "coordinator", totals_to_json(c->net), "nodes", nodes));
+    run_clear_line(&c->trainer->run);
+    print_totals(c->net);
+}
+
 static int coordinate(Coordinator *c) {
     NetEvent event;
     int got = 0;
@@ -8565,6 +8620,7 @@ static int coordinate(Coordinator *c) {
         if (interrupts > 0 && c->phase != RUN_GOING) return error_set("stopped before the run had begun");
     }
     flush_line(c);
+    log_network(c);
     return 0;
 }
 
@@ -8654,7 +8710,10 @@ static void coordinator_free(Coordinator *c) {
     if (c->net != NULL) net_close(c->net);
     if (c->has_thread) __atomic_store_n(&c->guest->host_is_gone, 1, __ATOMIC_RELEASE);
     if (c->has_thread) pthread_join(c->thread, NULL);
-    for (int i = 0; i < c->n_contacts; i++) json_decref(c->contacts[i].report);
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_decref(c->contacts[i].report);
+        json_decref(c->contacts[i].totals);
+    }
     free(c->contacts);
     free(c->guest);
     json_decref(c->line);

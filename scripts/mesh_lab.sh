@@ -87,7 +87,7 @@ lab_start() { # node, name, command ...
     rm -f "$lab/$lab_what.rc" "$lab/$lab_what.pid"
     [ $lab_has_links = 0 ] || set -- ip netns exec "$(lab_name "$lab_node")" "$@"
     (
-        # shellcheck disable=SC2086  # PIN is a command and its options
+        # shellcheck disable=SC2086  # PIN and TRAIN are commands with options
         $PIN "$@" > "$lab/$lab_what.log" 2>&1 &
         echo $! > "$lab/$lab_what.pid.new"
         mv "$lab/$lab_what.pid.new" "$lab/$lab_what.pid"
@@ -119,7 +119,7 @@ lab_host() { # options
     [ ! -s "$lab/join" ] || lab_port=$(sed 's|.*:\([0-9]*\)?.*|\1|' "$lab/join")
     rm -f "$lab/run/join"
     # shellcheck disable=SC2086
-    lab_start 0 host "$TRAIN" $1 --host "tcp://$(lab_address 0):$lab_port" --threads 1 -o "$lab/run"
+    lab_start 0 host $TRAIN $1 --host "tcp://$(lab_address 0):$lab_port" --threads 1 -o "$lab/run"
     lab_until 30 test -s "$lab/run/join" || return 1
     cp "$lab/run/join" "$lab/join"
 }
@@ -128,7 +128,7 @@ lab_join() { # node, name or nothing: nodeK, more options
     lab_who=$1 lab_called=${2:-node$1}
     [ $# -lt 2 ] || shift
     shift
-    lab_start "$lab_who" "$lab_called" "$TRAIN" --join "@$lab/join" --threads 1 \
+    lab_start "$lab_who" "$lab_called" $TRAIN --join "@$lab/join" --threads 1 \
         --listen "tcp://$(lab_address "$lab_who"):*" "$@"
 }
 

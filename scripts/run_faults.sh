@@ -270,7 +270,7 @@ fault_last_with_anchor() { # the only replica is lost beside an anchor
 fault_token() { # a joiner with another run's token gets nothing
     start_mesh "$plain" 4
     sed 's/key=..../key=0000/' "$lab/join" > "$lab/wrong"
-    lab_start 5 wrong "$TRAIN" --join "@$lab/wrong" --threads 1
+    lab_start 5 wrong $TRAIN --join "@$lab/wrong" --threads 1
     steps_go_on 20
     forbid "node 5 from" "it is admitted"
     expect 15 "refused" "the coordinator tells of it"
