@@ -1,9 +1,10 @@
+# shellcheck shell=sh
 # A laboratory for meshes of several processes, to be read by other scripts (`. scripts/mesh_lab.sh`): each node in a
 # network namespace of its own, joined to a switch by a link of LAB_RATE in both directions, whose faults can be made at
 # will. Needs root, ip and tc; where that is not to be had (or LAB=loopback) all nodes share this machine's loopback,
 # which is said, and links cannot be limited or cut.
 #
-#   lab_open 5 200mbit                 nodes 0 .. 4 in the folder $lab
+#   lab_open 5 200mbit                 nodes 0 .. 4 in the folder $lab; $lab.txt: a text to train on
 #   lab_host "-x 2 -y 2 ..."           the coordinator on node 0; waits until it can be joined
 #   lab_join 1                         a joiner on node 1, its output in $lab/node1.log
 #   lab_await 30 "node 3 .* is lost"   waits for a line of the coordinator, at most 30 s
@@ -62,6 +63,7 @@ lab_add_node() { # number
 lab_open() { # nodes, rate
     lab=$(mktemp -d "${TMPDIR:-/tmp}/mesh_lab-XXXXXX")
     lab_nodes=$1 lab_full=$2 lab_delays=1
+    cat llmc/*.h | head -c 300000 > "$lab.txt" # something to learn that is always here
     trap lab_close EXIT
     trap 'exit 130' INT TERM
     if lab_can_link; then
@@ -186,7 +188,7 @@ lab_clear() {
         kill -9 "$(lab_pid "$lab_file")" 2> /dev/null || true
         lab_until 10 lab_has_ended "$lab_file" || true
     done
-    rm -rf "$lab"/*
+    rm -rf "${lab:?}"/*
     if [ $lab_has_links = 1 ]; then
         for k in $(seq 0 $((lab_nodes - 1))); do
             lab_in "$k" ip neigh flush dev eth0 nud permanent
@@ -199,7 +201,7 @@ lab_close() {
     trap - EXIT
     if [ -n "$lab" ]; then
         lab_clear
-        rm -rf "$lab"
+        rm -rf "$lab" "$lab.txt"
     fi
     if [ $lab_has_links = 1 ]; then
         for k in $(seq 0 $((lab_nodes - 1))) switch; do ip netns del "$(lab_name "$k")" 2> /dev/null || true; done

@@ -11,11 +11,6 @@ cd "$(dirname "$0")/.."
 steps=${STEPS:-300}
 patience=${PATIENCE:-120} # seconds a run may take
 model="--init d=64,heads=4,kv=4,ffn=128,ctx=64,layers=4,vocab=258 -b 4 --micro-batch 2 -t 64 --precision fp32 -l 3e-3"
-data="-d data/medical/train.jsonl --val-data data/medical/val.jsonl --val-tokens 4096"
-common="$model $data -n $steps --val-every $steps --save-every $((steps / 4)) --peer-timeout 3"
-plain="$common -x 2 -y 2 --no-cell"
-filter="$common -x 2 -y 2 --no-cell -p 0.5 --codec mask --anchor-batch 4 --outer-lr 0.7"
-klt="$common -x 2 -y 2 --no-cell -p 0.8 --codec klt --anchor-batch 4"
 failed=0 n_faults=0
 
 say() { printf '  %s\n' "$1"; }
@@ -145,7 +140,6 @@ fault_relay() { # the way between two cells of a replica, and between two of a s
     start_mesh "$plain" 4
     lab_part 1 2
     lab_part 1 3
-    lab_at=$(lab_step)
     steps_go_on 40
     forbid "is lost" "somebody is lost"
     finish "node1 node2 node3 node4" ""
@@ -251,7 +245,7 @@ fault_anchor_delay() { # the fast circuit waits for factors while the anchor, an
     expect 20 "node 6 from .*the anchor" "another comes"
     steps_go_on 20
     for k in 1 2 3 4 5; do
-        if [ $missed = 0 ] && grep -q "^node $k from .*replica 0 stage 0" "$lab/host.log"; then lab_signal $k 9; fi
+        if [ "$missed" = 0 ] && grep -q "^node $k from .*replica 0 stage 0" "$lab/host.log"; then lab_signal "$k" 9; fi
     done
     expect 10 "(replica 0 stage 0) is lost" "the leading replica is lost"
     steps_go_on 20
@@ -288,6 +282,8 @@ fault_spare() { # more processes than roles
 }
 
 lab_open 7 200mbit
+common="$model -d $lab.txt --val-tokens 4096 -n $steps --val-every $steps --save-every $((steps / 4)) --peer-timeout 3"
+plain="$common -x 2 -y 2 --no-cell"
 names="$*"
 if [ -z "$names" ]; then
     names="kill stop pause host_pause join restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor token spare"

@@ -11,8 +11,6 @@ length=${SOAK_SECONDS:-1800}
 seed=${SEED:-$(date +%s)}
 nodes=7 # of them one is a spare
 model="--init d=64,heads=4,kv=4,ffn=128,ctx=64,layers=4,vocab=258 -b 4 --micro-batch 2 -t 64 --precision fp32 -l 3e-3"
-data="-d data/medical/train.jsonl --val-data data/medical/val.jsonl --val-tokens 4096"
-mesh="$model $data -x 3 -y 2 --peer-timeout 3"
 drawn=0
 
 # A random number below a limit: a function of the seed and of how many were drawn before.
@@ -77,7 +75,7 @@ trouble() {
     second=$((drawn_number + 1))
     draw 3 # every third time it is two at once
     if [ "$drawn_number" != 0 ] || [ "$action" = host ] || [ $second = $first ]; then second=''; fi
-    draw 12
+    draw 5
     pause=$((drawn_number + 1))
     tell "$action ${second:+$second and }$(if [ "$action" != host ]; then echo "$first "; fi)for $pause s"
     for k in $first $second; do strike "$action" "$k"; done
@@ -87,6 +85,7 @@ trouble() {
 }
 
 lab_open $((nodes + 1)) 200mbit
+mesh="$model -d $lab.txt --val-tokens 4096 -x 3 -y 2 --peer-timeout 3"
 echo "soak: $length s, seed $seed"
 # How fast it is here says how many steps are to be done, half of the time being lost with faults.
 lab_host "$mesh --no-cell -n 100000"
@@ -107,8 +106,8 @@ births=0 began=$(date +%s)
 lab_host "$mesh --no-cell -n $steps --val-every $steps --save-every $saves"
 for k in $(seq $nodes); do join_again "$k"; done
 while ! lab_has_ended host && [ $(($(date +%s) - began)) -lt $((4 * length + 120)) ]; do
-    draw 8
-    lab_until $((drawn_number + 2)) lab_has_ended host && break
+    draw 5
+    lab_until $((drawn_number + 1)) lab_has_ended host && break
     trouble
 done
 ended=$(cat "$lab/host.rc" 2> /dev/null || echo "not at all")
