@@ -75,7 +75,7 @@ trouble() {
     second=$((drawn_number + 1))
     draw 3 # every third time it is two at once
     if [ "$drawn_number" != 0 ] || [ "$action" = host ] || [ $second = $first ]; then second=''; fi
-    draw 5
+    draw 8
     pause=$((drawn_number + 1))
     tell "$action ${second:+$second and }$(if [ "$action" != host ]; then echo "$first "; fi)for $pause s"
     for k in $first $second; do strike "$action" "$k"; done
