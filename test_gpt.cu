@@ -3388,7 +3388,7 @@ static void test_masked_gradient(void) {
     Trainer *trainer = &run->trainer;
     Mesh *mesh = &trainer->mesh;
     mesh_run_step(run);
-    Pass pass = {run->batches, 7, 1, 0, NULL}, other = {run->batches, 8, 1, 0, NULL};
+    Pass pass = {run->batches, 7, 1, 0, NULL, 0}, other = {run->batches, 8, 1, 0, NULL, 0};
     double losses[2], valid = (double)run->batches[0].n_valid;
     if (check(mesh_run(mesh, 0, 1, &pass) == 0, "%s", error_message)) {
         int64_t n;
@@ -4886,7 +4886,7 @@ static void test_anchor_bias(void) {
         check(stage_gradients(&whole, &anchor->tokens, twin->trainer.B, &loss, NULL, NULL, stream) == 0, "%s",
               error_message);
         Batch batches[2] = {anchor->tokens, anchor->tokens};
-        Pass pass = {batches, 0, 1, 0, NULL};
+        Pass pass = {batches, 0, 1, 0, NULL, 0};
         for (int s = 0; s < 3; s++) mesh_cell(mesh, 1, s)->grad_scale = 1.0f / (float)anchor->tokens.n_valid;
         check(mesh_run(mesh, 1, 2, &pass) == 0, "%s", error_message);
         check(take_delivery(&run->trainer, &run->result) == 0 && is_corrected(&run->trainer), "no delivery");
@@ -7373,7 +7373,7 @@ typedef struct {
 
 // Gradients of the block matrices on the batch, one after the other.
 static void hessian_gradients(const Hessian *h, double *to) {
-    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL};
+    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL, 0};
     check(mesh_run(&h->run->trainer.mesh, 0, 1, &pass) == 0, "%s", error_message);
     for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next)
         for (int i = 0; i < stage->n_tensors; i++)
