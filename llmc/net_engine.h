@@ -565,7 +565,7 @@ static inline int net_fresh(const Net *net, double at, double beats) {
 static inline void net_take_route(Net *net, NetNode *node, int route, double barred) {
     if (node->route == NET_ROUTE_DIRECT && route == NET_ROUTE_RELAY) {
         node->direct_barred = net->now + net_beats(net, barred);
-        for (int c = 0; c < FRAME_CLASSES; c++) sender_go_back(&node->out[c], net->now);
+        for (int c = 0; c < FRAME_CLASSES; c++) sender_reroute(&node->out[c], net->now);
     }
     node->route = route;
 }
