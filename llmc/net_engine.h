@@ -22,7 +22,7 @@ enum { NET_BURST = 64 /* frames of a socket, or sent, in one pass */ };
 #define NET_DIRECT_SILENT 5.0
 #define NET_DIRECT_STUCK  10.0
 #define NET_DIRECT_BARRED 30.0
-#define NET_REDIAL        15.0 // beats without a sign of life after which a connection is dialled anew
+#define NET_REDIAL        10.0 // beats without a sign of life after which a connection is dialled anew
 #define NET_RATE_SECONDS  5.0  // of the mean in up_rate and down_rate
 
 static inline double net_beats(const Net *net, double n) {
