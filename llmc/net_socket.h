@@ -112,9 +112,10 @@ static inline int net_dial_lane(Net *net, NetNode *node, int lane) {
                : error_set("%s: connect: %s", node->endpoint, zmq_strerror(zmq_errno()));
 }
 
-static inline void net_hang_up(NetNode *node, int lane) {
+// linger: ms for what is in the pipe.
+static inline void net_hang_up(NetNode *node, int lane, int linger) {
     if (node->lanes[lane].socket == NULL) return;
-    net_option(node->lanes[lane].socket, ZMQ_LINGER, 0);
+    net_option(node->lanes[lane].socket, ZMQ_LINGER, linger);
     zmq_close(node->lanes[lane].socket);
     node->lanes[lane].socket = NULL;
 }
@@ -125,7 +126,7 @@ static inline int net_dial(Net *net, NetNode *node) {
     if (!keep && getrandom(node->base, sizeof node->base, 0) != (ssize_t)sizeof node->base)
         return error_set("network: getrandom: %s", strerror(errno));
     for (int lane = 0; lane < NET_LANES; lane++) {
-        net_hang_up(node, lane);
+        net_hang_up(node, lane, 0);
         if (node->id != 0 && lane == LANE_BEAT) continue;
         if (net_dial_lane(net, node, lane)) return -1;
     }
