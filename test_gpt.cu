@@ -8483,6 +8483,7 @@ static const struct {
     {"alignment_swing", test_alignment_swing},
     {"net_frame", test_net_frame},
     {"net_stream", test_net_stream},
+    {"net_slow_link", test_net_slow_link},
 #ifdef WITH_ZMQ
     {"net_token", test_net_token},
     {"net_messages", test_net_messages},
