@@ -4792,7 +4792,9 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     const json_t *saved = json_object_get(*state, "options");
     if (cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, saved)) return -1;
     trainer->opts.resume = 1;
-    if (!is_given(trainer, "stop-after")) trainer->opts.stop_after = 0; // of a session, not of the run
+    // of a session, not of the run
+    if (!is_given(trainer, "stop-after")) trainer->opts.stop_after = 0;
+    if (!is_given(trainer, "host")) trainer->opts.host[0] = '\0';
     json_t *now = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
     int result = 0;
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
@@ -4808,7 +4810,7 @@ static int resume_settings(Trainer *trainer, json_t **state) {
         if (is_fixed)
             result = error_set("--resume: --%s differs from the run's; leave it out, or start a new run", name);
         else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0 &&
-                 strcmp(name, "dry-run") != 0)
+                 strcmp(name, "dry-run") != 0 && strcmp(name, "host") != 0)
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
     json_decref(now);
