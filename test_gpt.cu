@@ -1867,7 +1867,7 @@ static void test_tokenizer(void) {
 // the exit status, 128 + signal when killed.
 static char run_output[65536];
 
-static pid_t start_child(const char *variables, const char *command) {
+static pid_t start_child_to(const char *output, const char *variables, const char *command) {
     char text[8192], *words[64], *at = text;
     size_t used = 0;
     int n = 0;
@@ -1884,12 +1884,16 @@ static pid_t start_child(const char *variables, const char *command) {
     fflush(stdout);
     pid_t child = fork();
     if (child != 0) return child;
-    int fd = open(scratch_path("output"), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    int fd = open(scratch_path(output), O_WRONLY | O_CREAT | O_TRUNC, 0666);
     dup2(fd, 1);
     dup2(fd, 2);
     if (variables != NULL) putenv(strdup(variables));
     execv("/proc/self/exe", words);
     _exit(127);
+}
+
+static pid_t start_child(const char *variables, const char *command) {
+    return start_child_to("output", variables, command);
 }
 
 static int run_child(const char *variables, const char *command) {
@@ -3388,7 +3392,7 @@ static void test_masked_gradient(void) {
     Trainer *trainer = &run->trainer;
     Mesh *mesh = &trainer->mesh;
     mesh_run_step(run);
-    Pass pass = {run->batches, 7, 1, 0, NULL}, other = {run->batches, 8, 1, 0, NULL};
+    Pass pass = {run->batches, 7, 1, 0, NULL, 0}, other = {run->batches, 8, 1, 0, NULL, 0};
     double losses[2], valid = (double)run->batches[0].n_valid;
     if (check(mesh_run(mesh, 0, 1, &pass) == 0, "%s", error_message)) {
         int64_t n;
@@ -4886,7 +4890,7 @@ static void test_anchor_bias(void) {
         check(stage_gradients(&whole, &anchor->tokens, twin->trainer.B, &loss, NULL, NULL, stream) == 0, "%s",
               error_message);
         Batch batches[2] = {anchor->tokens, anchor->tokens};
-        Pass pass = {batches, 0, 1, 0, NULL};
+        Pass pass = {batches, 0, 1, 0, NULL, 0};
         for (int s = 0; s < 3; s++) mesh_cell(mesh, 1, s)->grad_scale = 1.0f / (float)anchor->tokens.n_valid;
         check(mesh_run(mesh, 1, 2, &pass) == 0, "%s", error_message);
         check(take_delivery(&run->trainer, &run->result) == 0 && is_corrected(&run->trainer), "no delivery");
@@ -7399,7 +7403,7 @@ typedef struct {
 
 // Gradients of the block matrices on the batch, one after the other.
 static void hessian_gradients(const Hessian *h, double *to) {
-    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL};
+    Pass pass = {h->run->batches, h->run->trainer.progress.step, 0, 0, NULL, 0};
     check(mesh_run(&h->run->trainer.mesh, 0, 1, &pass) == 0, "%s", error_message);
     for (const Stage *stage = mesh_model(&h->run->trainer.mesh, 0); stage != NULL; stage = stage->next)
         for (int i = 0; i < stage->n_tensors; i++)
@@ -8435,6 +8439,188 @@ static void test_device_mesh(void) {
 }
 
 #ifndef DEVICE_CUDA
+#ifdef WITH_ZMQ
+// ---------------------------------------------------------------------------------------------------------------------
+// A mesh of several processes
+
+enum { MESH_CHILDREN = 8 };
+
+// Starts a coordinator and joiners: host words, and what each joiner adds. Waits until all have joined or the
+// coordinator ends.
+typedef struct {
+    pid_t host, joiners[MESH_CHILDREN];
+    int n;
+    char run[64], output[64]; // of the coordinator
+} Meshing;
+
+// Waits until a file of the scratch folder exists, at most a minute. 1 if it does.
+static int wait_for_file(const char *name) {
+    const double until = seconds() + 60.0;
+    while (!file_exists(scratch_path(name)) && seconds() < until) usleep(2000);
+    return check(file_exists(scratch_path(name)), "%s does not come", name);
+}
+
+static void meshing_join(Meshing *m) {
+    char output[96], variable[512], token[96];
+    snprintf(output, sizeof output, "%s.joiner%d", m->run, m->n);
+    snprintf(token, sizeof token, "%s/join", m->run);
+    char *text = read_text(token);
+    snprintf(variable, sizeof variable, "MESH_TOKEN=%s", text);
+    free(text);
+    m->joiners[m->n++] =
+        start_child_to(output, variable, "--join env:MESH_TOKEN --threads 1 --listen tcp://127.0.0.1:*");
+}
+
+// words: of the run; run: its folder; joiners: how many beside the coordinator, which has a cell.
+static void meshing_start(Meshing *m, const char *words, const char *run, int joiners) {
+    char command[1024], token[80];
+    memset(m, 0, sizeof *m);
+    snprintf(m->run, sizeof m->run, "%s", run);
+    snprintf(m->output, sizeof m->output, "%s.host", run);
+    snprintf(token, sizeof token, "%s/join", run);
+    unlink(scratch_path(token));
+    snprintf(command, sizeof command, "%s --host tcp://127.0.0.1:* --threads 1 -o @/%s", words, run);
+    m->host = start_child_to(m->output, NULL, command);
+    if (!wait_for_file(token)) return;
+    while (m->n < joiners) meshing_join(m);
+}
+
+// Waits for all to end; each must end well. part: what the coordinator says.
+static void meshing_end(Meshing *m, const char *part) {
+    int status;
+    char *said;
+    waitpid(m->host, &status, 0);
+    said = read_text(m->output);
+    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the coordinator ends with %x:\n%s", m->run, status, said);
+    check(strstr(said, part) != NULL, "%s: the coordinator does not say '%s':\n%s", m->run, part, said);
+    free(said);
+    for (int i = 0; i < m->n; i++) {
+        char output[96];
+        snprintf(output, sizeof output, "%s.joiner%d", m->run, i);
+        waitpid(m->joiners[i], &status, 0);
+        said = read_text(output);
+        check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: joiner %d ends with %x:\n%s", m->run, i, status,
+              said);
+        free(said);
+    }
+}
+
+// All tensors of file a are in file b, with the same bytes.
+static int holds_same(const char *a, const char *b) {
+    SafeTensors x, y;
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s", scratch_path(a));
+    if (safetensors_open(&x, path)) return 0;
+    snprintf(path, sizeof path, "%s", scratch_path(b));
+    int same = safetensors_open(&y, path) == 0;
+    for (int i = 0; same && i < x.n_tensors; i++) {
+        const SafeTensor *of_x = &x.tensors[i], *of_y = safetensors_find(&y, of_x->name);
+        same = of_y != NULL && of_x->end - of_x->begin == of_y->end - of_y->begin &&
+               memcmp(of_x->data, of_y->data, of_x->end - of_x->begin) == 0;
+    }
+    safetensors_close(&x);
+    if (same) safetensors_close(&y);
+    return same;
+}
+
+// The step lines of a run with what several processes and one have in common.
+static json_t *common_steps(const char *run) {
+    size_t i;
+    json_t *line, *steps = logged_steps(run);
+    json_array_foreach(steps, i, line) {
+        static const char *const others[] = {"bytes", "sim_elapsed", "sim_tok_s", "anchor", "tables"};
+        for (int k = 0; k < 5; k++) json_object_del(line, others[k]);
+    }
+    return steps;
+}
+
+// The same losses, norms, versions, weights, and state of all cells.
+static void check_same_as_one(const char *one, const char *many, int anchored) {
+    char a[128], b[128];
+    json_t *x = common_steps(one), *y = common_steps(many);
+    check(json_array_size(x) > 0 && json_equal(x, y), "%s: the logs of %s and %s differ", one, one, many);
+    json_decref(x);
+    json_decref(y);
+    check_same_latest(one, many, model_files, 0, one);
+    snprintf(a, sizeof a, "%s/latest/model.bin", one), snprintf(b, sizeof b, "%s/latest/model.bin", many);
+    check(same_file(a, b), "%s: %s has another model", one, many);
+    snprintf(a, sizeof a, "%s/latest/anchor.bin", one), snprintf(b, sizeof b, "%s/latest/anchor.bin", many);
+    if (anchored) check(same_file(a, b), "%s: %s has another anchor", one, many);
+    for (int r = 0, n = 1; n > 0; r++) {
+        for (n = 0;; n++) {
+            snprintf(a, sizeof a, "%s/latest/cell_%d_%d.bin", one, r, n);
+            snprintf(b, sizeof b, "%s/latest/cell_%d_%d.bin", many, r, n);
+            if (!file_exists(scratch_path(a))) break;
+            check(holds_same(a, b), "%s: %s has another cell %d.%d", one, many, r, n);
+        }
+    }
+}
+
+// The same run in one process and in several: the same bits. Must fail for: a snapshot rounded twice, factors used a
+// step late, samples drawn in another order, a version of the weights too new, averages in another order.
+static void test_processes(void) {
+    static const struct {
+        const char *words;
+        int joiners;
+    } cases[] = {
+        {"-y 2", 1},
+        {"-x 2 -y 2 --local-steps 4", 3},
+        {"-x 3 -y 1 --local-steps 3 --overlap 0 --wire fp32", 2},
+        {"-x 2 -y 2 --dp dense", 3},
+        {"-x 2 -y 3 -p 0.6 --anchor-delay 2", 3},
+        {"-x 3 -y 2 --codec klt -p 0.8 --anchor-delay 2 --local-steps 3 --anchor-use both", 4},
+        {ASYNC "-y 3 --optimizer rotate", 2},
+        {ASYNC "-y 3 --no-stash --optimizer pipemare", 2},
+        {ASYNC "-x 3 -y 2 --codec klt -p 0.8 --anchor-delay 3 --local-steps 3", 4},
+    };
+    char words[1024], command[1100], one[32], many[32];
+    Meshing m;
+    write_corpus();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        snprintf(one, sizeof one, "one%zu", i), snprintf(many, sizeof many, "many%zu", i);
+        snprintf(words, sizeof words, DEEP "%s -n 8 --precision fp32 --val-every 3 --save-every 5", cases[i].words);
+        snprintf(command, sizeof command, "%s -o @/%s", words, one);
+        check_run(0, NULL, command, "done: 8 steps");
+        meshing_start(&m, words, many, cases[i].joiners);
+        meshing_end(&m, "done: 8 steps");
+        check_same_as_one(one, many, strstr(cases[i].words, "anchor") != NULL);
+    }
+}
+
+// Stopped and resumed, in several processes or in one, in any order: the same bits.
+static void test_processes_resume(void) {
+    static const char *const cases[] = {"-x 3 -y 2 --codec klt -p 0.8 --anchor-delay 3 --local-steps 3",
+                                        ASYNC "-x 2 -y 2 --local-steps 4"};
+    static const int joiners[] = {4, 3};
+    char words[1024], command[1100];
+    Meshing m;
+    write_corpus();
+    for (size_t i = 0; i < 2; i++) {
+        const char *const runs[] = {"whole_p", "parts_p", "half_p", "other_p"};
+        for (int k = 0; k < 4; k++) system_remove(runs[k]);
+        snprintf(words, sizeof words, DEEP "%s -n 11 --precision fp32 --val-every 4 --save-every 20", cases[i]);
+        snprintf(command, sizeof command, "%s -o @/whole_p", words);
+        check_run(0, NULL, command, "done: 11 steps");
+        snprintf(command, sizeof command, "%s -o @/half_p --stop-after 5", words);
+        check_run(0, NULL, command, "--resume");
+        snprintf(command, sizeof command, "%s --stop-after 5", words);
+        meshing_start(&m, command, "parts_p", joiners[i]);
+        meshing_end(&m, "stopped after step");
+        meshing_start(&m, "--resume", "parts_p", joiners[i]);
+        meshing_end(&m, "done: 11 steps");
+        check_same_as_one("whole_p", "parts_p", i == 0);
+        meshing_start(&m, "--resume", "half_p", joiners[i]);
+        meshing_end(&m, "done: 11 steps");
+        check_same_as_one("whole_p", "half_p", i == 0);
+        snprintf(command, sizeof command, "%s --stop-after 5", words);
+        meshing_start(&m, command, "other_p", joiners[i]);
+        meshing_end(&m, "stopped after step");
+        check_run(0, NULL, "--resume -o @/other_p", "done: 11 steps");
+        check_same_as_one("other_p", "whole_p", 0);
+    }
+}
+#endif
+
 #include "dev/net_tests.h"
 #endif
 
@@ -8509,6 +8695,7 @@ static const struct {
     {"alignment_swing", test_alignment_swing},
     {"net_frame", test_net_frame},
     {"net_stream", test_net_stream},
+    {"net_slow_link", test_net_slow_link},
 #ifdef WITH_ZMQ
     {"net_token", test_net_token},
     {"net_messages", test_net_messages},
@@ -8589,6 +8776,10 @@ static const struct {
     {"schedule_estimate", test_schedule_estimate},
     {"async_runs", test_async_runs},
     {"async_combined", test_async_combined},
+#ifdef WITH_ZMQ
+    {"processes", test_processes},
+    {"processes_resume", test_processes_resume},
+#endif
 };
 
 // What a run of all tests leaves out: in a build whose activations are bf16 much is not exact, and the emulator is

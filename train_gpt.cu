@@ -1152,13 +1152,18 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, cons
     grads_done(hook, 0, stage->has_embed);
 }
 
-// Before the first micro-batch of a step: gradients that are only added to, the loss, and the weights' bf16 copies.
-static void stage_begin(Stage *stage, Stream *stream) {
-    stage_round(stage, stream);
-    if (stage->has_head) device_zero(stage->loss_sum, sizeof(double), stream);
+// Before the first backward of a step: gradients that are only added to.
+static void stage_zero_grads(Stage *stage, Stream *stream) {
     for (int i = 0; i < stage->n_tensors; i++)
         if (stage->tensors[i].accumulated)
             device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n, stream);
+}
+
+// Before the first micro-batch of a step: the same, the loss, and the weights' bf16 copies.
+static void stage_begin(Stage *stage, Stream *stream) {
+    stage_round(stage, stream);
+    if (stage->has_head) device_zero(stage->loss_sum, sizeof(double), stream);
+    stage_zero_grads(stage, stream);
 }
 
 // The sequences of one optimizer step.
@@ -1693,6 +1698,12 @@ static int mesh_table(Mesh *mesh, const Config *config, int n_replicas, int n_st
     return 0;
 }
 
+// 1 if the steps of a stage overlap: forwards run ahead of the updates by its delay. In one process they do not need
+// to: older versions of the weights give the same.
+static int mesh_runs_ahead(const Mesh *mesh) {
+    return mesh->asynchronous && mesh->node != NULL;
+}
+
 // Sets sizes and schedules for steps of `batch` sequences; counts memory, allocates nothing large. mesh->asynchronous
 // and stash are set before; an asynchronous step is one micro-batch.
 static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
@@ -1704,6 +1715,7 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
         cell->stage.delay = mesh->asynchronous ? versions_delay(cell->index, mesh->n_stages) : 0;
+        if (mesh_runs_ahead(mesh)) cell->stage.slots = cell->stage.delay + 1;
         flow_free(&cell->flow);
         if (mesh->asynchronous && flow_init(&cell->flow, cell->stage.delay, mesh->n_stages)) return -1;
         if (stage_plan(&cell->stage, micro_batch, T, training, recompute)) return -1;
@@ -1849,6 +1861,8 @@ static void mesh_spread(Mesh *mesh) {
 //   living  these replicas are left; averages that no gate has let through begin anew
 //   out     your replica is out of the run, until you are placed
 //   skip    this replica's snapshots give no factors from one on
+//   pace    asynchronous: all cells are through with a step; all stand still at this one
+//   grant   asynchronous: all have the factors of a snapshot
 //   save    the anchor is to give its state once it is through with a snapshot
 //   end     the run is over
 //
@@ -1888,6 +1902,11 @@ typedef struct Node {
     int64_t open;                          // the last gate that is open
     json_t *go, *setup, *place, *save;     // orders that wait to be obeyed, the last of each kind
     int64_t lost_after[MESH_MAX_REPLICAS]; // a replica's snapshots after this one give no factors
+    int64_t granted;                       // asynchronous: the last snapshot whose factors all have
+    int64_t had;                           // the last whose are here
+    int64_t paced;                         // the last step that all cells are through with
+    int64_t halt_at;                       // the step at which all stand still, -1: none is known
+    int halt_then;                         // and what follows there
     int launched_from;                     // the replica that gave the snapshot at work, -1: not known
     int has_lost;            // the anchor's: replicas are lost, and the others do not know what it has of them
     int fetches;             // files asked for so far
@@ -2163,6 +2182,12 @@ static int node_obey(Node *node, json_t *order) {
     if (strcmp(type, "go") == 0) {
         node->open = json_integer_value(json_object_get(order, "gate"));
         order_keep(&node->go, order);
+    } else if (strcmp(type, "pace") == 0) {
+        node->paced = json_integer_value(json_object_get(order, "step"));
+        node->halt_at = json_integer_value(json_object_get(order, "halt"));
+        node->halt_then = (int)json_integer_value(json_object_get(order, "then"));
+    } else if (strcmp(type, "grant") == 0) {
+        node->granted = json_integer_value(json_object_get(order, "snapshot"));
     } else if (strcmp(type, "living") == 0) {
         return node_lose(node, order);
     } else if (strcmp(type, "place") == 0 || strcmp(type, "out") == 0) {
@@ -2298,6 +2323,7 @@ typedef struct {
     int masked;           // 0: boundaries travel whole
     int counted;          // 0: a measurement, neither bytes nor simulated time count
     StepTimes *times;
+    int64_t ahead; // updates by which the forward of an asynchronous pipeline of several processes is ahead
 } Pass;
 
 // Multiplications and additions of a stage's forward over N rows; a backward has twice as many.
@@ -2534,12 +2560,13 @@ static int cells_are_timed(const Mesh *mesh) {
     return mesh_cells(mesh) > 1 && mesh->device_flops == 0.0;
 }
 
-// Gives a backward the weights it sees. The forward's are at work.
+// Gives a backward the weights it sees. Those of the last forward are at work.
 static void cell_turn(const Mesh *mesh, Cell *cell, int64_t done) {
     Stage *stage = &cell->stage;
     int64_t version = cell->backward_version = versions_backward(stage->delay, done, mesh->stash);
     int corrects = !mesh->stash && stage->delta != NULL && stage->delay > 0;
-    if (!corrects && version == cell->forward_version) return;
+    int at_work = mesh_runs_ahead(mesh) ? stage->delay == 0 : version == cell->forward_version;
+    if (!corrects && at_work) return;
     float *weights = corrects ? stage_corrected(stage, done) : stage_version(stage, done, version);
     stage_use(stage, weights);
     stage_round(stage, stage->stream);
@@ -2552,7 +2579,8 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     Stage *stage = cell_stage(cell, gpu);
     Stream *stream = stage->stream;
     const Batch *batch = &pass->batches[cell->replica];
-    int b = m * mesh->micro_batch, T = batch->T, slot = m / mesh->n_gpus % stage->slots;
+    int b = m * mesh->micro_batch, T = batch->T;
+    int slot = mesh_runs_ahead(mesh) ? (int)(pass->step % stage->slots) : m / mesh->n_gpus % stage->slots;
     int B = work_batch(mesh, batch, work), N = B * T;
     CodecContext before = work_context(mesh, cell, pass, work, 0), behind = work_context(mesh, cell, pass, work, 1);
     Link *to = NULL;
@@ -2605,11 +2633,11 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
 }
 
 // Before a pass: all GPUs of a cell have its parameters, an asynchronous one the version of its forward, and begin.
-static int cell_begin(Mesh *mesh, Cell *cell, int64_t done) {
+static int cell_begin(Mesh *mesh, Cell *cell, const Pass *pass) {
     float *params[MAX_GPUS];
     if (mesh->asynchronous) {
-        cell->forward_version = versions_forward(cell->stage.delay, done);
-        stage_use(&cell->stage, stage_version(&cell->stage, done, cell->forward_version));
+        cell->forward_version = versions_forward(cell->stage.delay, pass->step);
+        stage_use(&cell->stage, stage_version(&cell->stage, pass->step - pass->ahead, cell->forward_version));
     }
     for (int g = 0; g < mesh->n_gpus; g++) params[g] = cell_stage(cell, g)->params;
     if (mesh->n_gpus > 1 && (nccl_share(mesh->nccl, params, cell->stage.arena_floats, mesh->streams) ||
@@ -2667,7 +2695,7 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
     for (int i = from; i < to; i++) {
         Cell *cell = &mesh->cells[i];
         if (!cell->hosted) continue;
-        if (cell_begin(mesh, cell, pass->step)) return -1;
+        if (cell_begin(mesh, cell, pass)) return -1;
         cell->next_work = 0;
         left += cell->n_work;
     }
@@ -3573,18 +3601,23 @@ static json_t *learner_reports(const Learner *learner) {
     return list;
 }
 
+// Puts a table into use at the ends of its boundary.
+static int learner_use_table(Mesh *mesh, const Learner *learner, int table, const void *bytes, int64_t n_bytes) {
+    for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
+        KltTable *place = &mesh->klt[g].tables[table];
+        stream_use(mesh->streams[g]);
+        klt_table_free(place);
+        if (klt_table_load(place, (const unsigned char *)bytes, n_bytes, learner->C, mesh->streams[g])) return -1;
+    }
+    return 0;
+}
+
 // Puts the tables of the last pass into use at all ends of their boundaries. Returns bytes a replica, or -1.
 static int64_t learner_use(Mesh *mesh, Learner *learner) {
     int64_t n_bytes = 0;
     for (int i = 0; i < 2 * learner->n_boundaries; i++) {
         if (learner->blobs[i] == NULL) continue;
-        for (int g = mesh->n_gpus - 1; g >= 0; g--) { // the first last: its device is current from here on
-            KltTable *table = &mesh->klt[g].tables[i];
-            stream_use(mesh->streams[g]);
-            klt_table_free(table);
-            if (klt_table_load(table, learner->blobs[i], learner->blob_bytes[i], learner->C, mesh->streams[g]))
-                return -1;
-        }
+        if (learner_use_table(mesh, learner, i, learner->blobs[i], learner->blob_bytes[i])) return -1;
         learner->used_reports[i] = learner->reports[i];
         n_bytes += klt_table_sent(&mesh->klt[0].tables[i].head);
     }
@@ -4809,7 +4842,9 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     const json_t *saved = json_object_get(*state, "options");
     if (cli_from_json(option_table, OPTION_COUNT, &trainer->opts, trainer->given, saved)) return -1;
     trainer->opts.resume = 1;
-    if (!is_given(trainer, "stop-after")) trainer->opts.stop_after = 0; // of a session, not of the run
+    // of a session, not of the run
+    if (!is_given(trainer, "stop-after")) trainer->opts.stop_after = 0;
+    if (!is_given(trainer, "host")) trainer->opts.host[0] = '\0';
     json_t *now = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
     int result = 0;
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
@@ -4825,7 +4860,7 @@ static int resume_settings(Trainer *trainer, json_t **state) {
         if (is_fixed)
             result = error_set("--resume: --%s differs from the run's; leave it out, or start a new run", name);
         else if (strcmp(name, "resume") != 0 && strcmp(name, "stop-after") != 0 && strcmp(name, "out") != 0 &&
-                 strcmp(name, "dry-run") != 0)
+                 strcmp(name, "dry-run") != 0 && strcmp(name, "host") != 0)
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
     json_decref(now);
@@ -5307,18 +5342,19 @@ static int take_delivery(Trainer *trainer, StepResult *result) {
     return 0;
 }
 
-// Fast steps from the snapshot at work to its delivery. Tables grow old quickest at the start, where weights move most:
-// there a pass is due after as many steps as were done before it, so tables are of step 0, 0, 1, 2, 4, 8 and so on.
-static int64_t delivery_delay(const Trainer *trainer) {
-    int64_t delay = trainer->anchor_delay, launched = trainer->anchor.launched;
-    return trainer->anchor.learns && launched < delay ? larger(launched, 1) : delay;
+// The fast step at which the factors of a snapshot are due. Tables grow old quickest at the start, where weights move
+// most: there a pass is due after as many steps as were done before it, so tables are of step 0, 0, 1, 2, 4, 8 and so
+// on.
+static int64_t delivery_step(const Trainer *trainer, int64_t launched) {
+    int64_t delay = trainer->anchor_delay;
+    return launched + (trainer->anchor.learns && launched < delay ? larger(launched, 1) : delay);
 }
 
 // Before a step: takes the anchor's factors if they are due, and gives it the next snapshot.
 static int meet_anchor(Trainer *trainer, StepResult *result) {
     Anchor *anchor = &trainer->anchor;
     if (anchor->launched >= 0) {
-        int due = trainer->anchor_delay > 0 && trainer->progress.step >= anchor->launched + delivery_delay(trainer);
+        int due = trainer->anchor_delay > 0 && trainer->progress.step >= delivery_step(trainer, anchor->launched);
         if (trainer->anchor_delay > 0 && !due) return 0;
         if (anchor_state(anchor, due) == ANCHOR_WORKING) return 0;
         if (take_delivery(trainer, result)) return -1;
@@ -5384,7 +5420,7 @@ static void model_put_grads(Stage *model, const float *from) {
 static int probe_gradients(Trainer *trainer, const Batch *batches, Probe *probe, StepResult *result) {
     Stage *model = mesh_model(&trainer->mesh, 0);
     size_t n_bytes = sizeof(float) * (size_t)model_floats(model);
-    Pass pass = {batches, trainer->progress.step, 0, 0, NULL};
+    Pass pass = {batches, trainer->progress.step, 0, 0, NULL, 0};
     if (probe->fast == NULL) probe->fast = (float *)device_alloc(n_bytes);
     if (probe->whole == NULL) probe->whole = (float *)device_alloc(n_bytes);
     if (probe->fast == NULL || probe->whole == NULL) return -1;
@@ -5496,7 +5532,7 @@ static void alignment_put_params(Stage *model, const Alignment *a) {
 
 // Parameters = where they were + distance * v; their gradients on the batch.
 static int alignment_gradients(Trainer *trainer, const Alignment *a, float distance, const Batch *batches) {
-    Pass pass = {batches, trainer->progress.step, 0, 0, NULL};
+    Pass pass = {batches, trainer->progress.step, 0, 0, NULL, 0};
     Stage *model = mesh_model(&trainer->mesh, 0);
     int64_t at = 0;
     alignment_put_params(model, a);
@@ -5726,25 +5762,32 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     p->adam_steps += result->skipped == 0;
 }
 
-// Begins a step: nothing is sent yet, the anchor is met, the batches and what their losses are divided by are there.
-// Returns the targets of all replicas, or -1.
-static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) {
-    const Options *opts = &trainer->opts;
+// The next sequences of all replicas, and what their losses are divided by. Returns their targets.
+static int64_t draw_batches(Trainer *trainer, Batch *batches) {
     Mesh *mesh = &trainer->mesh;
     int64_t valid = 0;
-    memset(result, 0, sizeof *result);
-    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
-    result->alignment[0] = result->alignment[1] = (double)NAN;
-    for (int i = 0; i < mesh_cells(mesh); i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
-    if (trainer->anchored && (is_node(trainer) ? node_meet_anchor(trainer) : meet_anchor(trainer, result))) return -1;
     next_batches(trainer, batches);
-    result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, trainer->progress.step, trainer->warmup,
-                       trainer->n_steps);
     for (int r = 0; r < mesh->n_replicas; r++) valid += batches[r].n_valid;
     for (int i = 0; i < mesh_cells(mesh); i++) {
         int64_t counted = trainer->dp == MESH_DP_DENSE ? valid : batches[mesh->cells[i].replica].n_valid;
         mesh->cells[i].grad_scale = counted > 0 ? 1.0f / (float)counted : 0.0f;
     }
+    return valid;
+}
+
+// Begins a step: nothing is sent yet, the anchor is met, the batches and what their losses are divided by are there.
+// Returns the targets of all replicas, or -1.
+static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) {
+    const Options *opts = &trainer->opts;
+    Mesh *mesh = &trainer->mesh;
+    memset(result, 0, sizeof *result);
+    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    result->alignment[0] = result->alignment[1] = (double)NAN;
+    for (int i = 0; i < mesh_cells(mesh); i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
+    if (trainer->anchored && (is_node(trainer) ? node_meet_anchor(trainer) : meet_anchor(trainer, result))) return -1;
+    int64_t valid = draw_batches(trainer, batches);
+    result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, trainer->progress.step, trainer->warmup,
+                       trainer->n_steps);
     return valid;
 }
 
@@ -5780,7 +5823,7 @@ static int train_step(Trainer *trainer, Batch *batches, Probe *probe, StepResult
     Mesh *mesh = &trainer->mesh;
     double loss = 0.0;
     int64_t step = trainer->progress.step, valid = begin_step(trainer, batches, result);
-    Pass pass = {batches, step, 1, 1, times};
+    Pass pass = {batches, step, 1, 1, times, 0};
     if (valid < 0 || mesh_run(mesh, 0, mesh->n_replicas, &pass)) return -1;
     for (int r = 0; r < mesh->n_replicas; r++) loss += mesh_cell(mesh, r, mesh->n_stages - 1)->loss_sum;
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
@@ -6110,6 +6153,7 @@ static int train(Trainer *trainer, const json_t *resume) {
 // settings, makes room, is placed at a step with the state of its cell, and trains: the same steps as in one process,
 // but that it waits for the others at gates. Of every step, or boundary between two, in this order:
 //
+//   GATE_DUE            asynchronous: an average that is due is here
 //   GATE_AVERAGES + f   an average that ends where it begins is here
 //   GATE_FINISH + f     the same at the end of the run
 //   GATE_SAVE           what a shard needs is here
@@ -6119,9 +6163,10 @@ static int train(Trainer *trainer, const json_t *resume) {
 //   GATE_STEP           loss and norm; averages that are due are here. What opens it says how it goes on
 
 enum {
+    GATE_DUE,
     GATE_AVERAGES,
-    GATE_FINISH = MAX_FRAGMENTS,
-    GATE_SAVE = 2 * MAX_FRAGMENTS,
+    GATE_FINISH = GATE_AVERAGES + MAX_FRAGMENTS,
+    GATE_SAVE = GATE_FINISH + MAX_FRAGMENTS,
     GATE_HOLD,
     GATE_FACTORS,
     GATE_GRADIENTS,
@@ -6157,6 +6202,9 @@ static int node_heed(Node *node, const json_t *go) {
     node->has_anchor = json_is_true(json_object_get(go, "anchor"));
     node->is_stale = json_is_true(json_object_get(go, "stale"));
     node->then = (int)json_integer_value(json_object_get(go, "then"));
+    int kind = (int)(json_integer_value(json_object_get(go, "gate")) % GATES);
+    // Asynchronous stages go through these at different steps, and who leads must be the same for all.
+    if (node->mesh->asynchronous && (kind < GATE_SAVE || kind == GATE_GRADIENTS)) return 0;
     return read_members(json_object_get(go, "living"), node->drawing, node->mesh->n_replicas);
 }
 
@@ -6190,8 +6238,7 @@ static json_t *node_agree(Trainer *trainer, int gate, json_t *report, int waits)
     return go;
 }
 
-// Averages
-// -------------------------------------------------------------------------------------------------------------
+// --- Averages
 
 // Goes on with the average at work as far as it can; anew, should replicas be lost. idle of a node.
 static int node_average(void *context) {
@@ -6247,6 +6294,7 @@ static int node_sum_gradients(Trainer *trainer) {
 static int node_outer(Trainer *trainer, int64_t done) {
     Outer *outer = &trainer->outer;
     Mesh *mesh = &trainer->mesh;
+    if (mesh->asynchronous && node_average_due(trainer, done) && node_settle(trainer, outer, GATE_DUE)) return -1;
     for (int f = 0; f < outer->n_fragments; f++) {
         if (outer_begins(outer, f, done)) {
             if (node_begin_average(trainer, outer, f, f + done / outer->local_steps)) return -1;
@@ -6267,8 +6315,7 @@ static int node_outer(Trainer *trainer, int64_t done) {
     return 0;
 }
 
-// The anchor, as a cell sees it
-// -------------------------------------------------------------------------------------------
+// --- The anchor, as a cell sees it
 
 static int anchor_role(const Trainer *trainer) {
     return mesh_cells(&trainer->mesh);
@@ -6373,29 +6420,34 @@ static int pack_factors(Packer *packer, const Trainer *trainer, const Stage *sta
     return packer->failed ? -1 : 0;
 }
 
-// A table of the message into the learner's.
-static int unpack_table(Unpacker *unpacker, Learner *learner, int table) {
+// A table of the message, into use or passed over.
+static int unpack_table(Unpacker *unpacker, Trainer *trainer, int table, int uses) {
+    Learner *learner = &trainer->anchor.learner;
     int64_t n_bytes;
     if (unpack_to(unpacker, &n_bytes, sizeof n_bytes)) return -1;
     const void *bytes = unpack(unpacker, n_bytes);
     if (bytes == NULL) return -1;
-    free(learner->blobs[table]);
-    learner->blobs[table] = n_bytes > 0 ? (unsigned char *)malloc((size_t)n_bytes) : NULL;
-    learner->blob_bytes[table] = n_bytes;
-    if (n_bytes == 0) return 0;
-    if (learner->blobs[table] == NULL) return error_set("out of memory for a table of the transform codec");
-    memcpy(learner->blobs[table], bytes, (size_t)n_bytes);
-    return 0;
+    return n_bytes > 0 && uses ? learner_use_table(&trainer->mesh, learner, table, bytes, n_bytes) : 0;
 }
 
-// Takes a message of factors into use.
-static int node_use_factors(Trainer *trainer, const NetEvent *event) {
+// Factors of U and V, into use or passed over.
+static int unpack_factor(Unpacker *unpacker, const Trainer *trainer, const Factor *f, int uses) {
+    int64_t m = (int64_t)f->m * f->r, n = (int64_t)f->n * f->r;
+    if (!uses) return unpack(unpacker, (m + n) * codec_size(&trainer->mesh.codec)) == NULL ? -1 : 0;
+    return unpack_floats(unpacker, trainer, f->u, m) || unpack_floats(unpacker, trainer, f->v, n) ? -1 : 0;
+}
+
+// What of a message of factors is taken into use: an asynchronous pipeline's forwards are ahead.
+enum { FACTORS_FORWARD = 1 /* tables of states */, FACTORS_REST = 2, FACTORS_ALL = 3 };
+
+// Takes a message of factors into use, or a part of it.
+static int node_use_factors(Trainer *trainer, const NetEvent *event, int parts) {
     Anchor *anchor = &trainer->anchor;
-    Learner *learner = &anchor->learner;
+    const Learner *learner = &anchor->learner;
     const Stage *stage = &node_cell(trainer)->stage;
     Unpacker unpacker = {event->data, event->n_bytes, 0};
     FactorsHead head;
-    int to = 1 - anchor->front;
+    int to = 1 - anchor->front, rest = (parts & FACTORS_REST) != 0;
     if (unpack_to(&unpacker, &head, sizeof head)) return -1;
     if (head.useless) return 0;
     for (int i = 0; i < stage->n_tensors; i++) {
@@ -6403,23 +6455,20 @@ static int node_use_factors(Trainer *trainer, const NetEvent *event) {
         if (!t->block) continue;
         if (anchor->filters) {
             const Factor *f = &anchor->sets[to].of[t->index];
-            if (unpack_floats(&unpacker, trainer, f->u, (int64_t)f->m * f->r)) return -1;
-            if (unpack_floats(&unpacker, trainer, f->v, (int64_t)f->n * f->r)) return -1;
+            if (unpack_factor(&unpacker, trainer, f, rest)) return -1;
             const void *d = unpack(&unpacker, 4 * f->r);
             if (d == NULL) return -1;
-            device_copy(f->d, d, sizeof(float) * (size_t)f->r, trainer->stream);
+            if (rest) device_copy(f->d, d, sizeof(float) * (size_t)f->r, trainer->stream);
         }
-        if (anchor->corrects) {
-            const Factor *f = &anchor->bias[to].of[t->index];
-            if (unpack_floats(&unpacker, trainer, f->u, (int64_t)f->m * f->r)) return -1;
-            if (unpack_floats(&unpacker, trainer, f->v, (int64_t)f->n * f->r)) return -1;
-        }
+        if (anchor->corrects && unpack_factor(&unpacker, trainer, &anchor->bias[to].of[t->index], rest)) return -1;
     }
     for (int b = stage->position - 1; b <= stage->position; b++)
         for (int d = 0; d < 2 && b >= 0 && b < learner->n_boundaries; d++)
-            if (unpack_table(&unpacker, learner, 2 * b + d)) return -1;
-    if (learner->n_boundaries > 0 && learner_use(&trainer->mesh, learner) < 0) return -1;
+            if (unpack_table(&unpacker, trainer, 2 * b + d,
+                             parts & (d == CODEC_FORWARD ? FACTORS_FORWARD : FACTORS_REST)))
+                return -1;
     stream_wait(trainer->stream); // the message is gone then
+    if (!rest) return 0;
     anchor->front = to, anchor->deliveries++, anchor->delivered = head.snapshot;
     anchor->coded_passes = head.coded_passes;
     return 0;
@@ -6467,7 +6516,7 @@ static int node_take_delivery(Trainer *trainer, int waits) {
     int over = taken || waits || json_is_true(json_object_get(go, "skip"));
     json_decref(go);
     if (taken && node->factors == NULL) return error_set("the coordinator wants factors to be used that are not here");
-    if (taken) failed = node_use_factors(trainer, &node->factors->event);
+    if (taken) failed = node_use_factors(trainer, &node->factors->event, FACTORS_ALL);
     if (over) {
         parcel_free(node->factors);
         node->factors = NULL, anchor->launched = -1;
@@ -6479,7 +6528,7 @@ static int node_take_delivery(Trainer *trainer, int waits) {
 static int node_meet_anchor(Trainer *trainer) {
     Anchor *anchor = &trainer->anchor;
     int due = trainer->anchor_delay > 0 && anchor->launched >= 0 &&
-              trainer->progress.step >= anchor->launched + delivery_delay(trainer);
+              trainer->progress.step >= delivery_step(trainer, anchor->launched);
     if (anchor->launched >= 0) {
         if (trainer->anchor_delay > 0 && !due) return 0;
         if (node_take_delivery(trainer, due)) return -1;
@@ -6491,8 +6540,7 @@ static int node_meet_anchor(Trainer *trainer) {
     return node_launch(trainer);
 }
 
-// The anchor's own process
-// ------------------------------------------------------------------------------------------------
+// --- The anchor's own process
 
 // n floats from a role into tensor memory, as they travel (wire) or whole. 1: the role is out of the run meanwhile.
 static int node_take_floats(Trainer *trainer, int from, Wire wire, float *values, int64_t n) {
@@ -6773,8 +6821,7 @@ static int node_fetch(Node *node, uint32_t from, ChannelKind kind, const char *w
     }
 }
 
-// Being placed
-// ----------------------------------------------------------------------------------------------------------
+// --- Being placed
 
 // Nothing of what was going on is left: the coder's work, messages, averages.
 static void mesh_reset(Mesh *mesh) {
@@ -6909,12 +6956,13 @@ static int node_enter(Trainer *trainer, const json_t *order) {
     node->epoch = (uint32_t)json_integer_value(json_object_get(order, "epoch"));
     node->turn = 0, node->average = -1, node->interrupted = 0, node->has_lost = 0, node->launched_from = -1;
     for (int r = 0; r < MESH_MAX_REPLICAS; r++) node->lost_after[r] = INT64_MAX;
+    node->granted = node->had = node->halt_at = -1;
     p->step = json_size(json_object_get(order, "step")), p->samples = json_size(json_object_get(order, "samples"));
     p->adam_steps = json_size(json_object_get(order, "adam_steps"));
     p->tokens = json_size(json_object_get(order, "tokens"));
     if (p->step < 0 || p->samples < 0 || p->adam_steps < 0 || p->tokens < 0 || p->step > trainer->n_steps)
         return error_set("the coordinator does not say where the run is");
-    node->open = gate_number(p->step, 0) - 1;
+    node->open = gate_number(p->step, 0) - 1, node->paced = p->step - 1;
     json_decref(node->go);
     node->go = NULL;
     for (int f = 0; f < trainer->outer.n_fragments; f++)
@@ -6949,7 +6997,7 @@ static int node_take_place(Trainer *trainer) {
         Parcel *parcel = NULL;
         while (!failed && (parcel = parcels_take(&node->inbox, CHANNEL_FACTORS, -1)) == NULL)
             failed = node_poll(node, 1) < 0;
-        if (!failed) failed = node_use_factors(trainer, &parcel->event);
+        if (!failed) failed = node_use_factors(trainer, &parcel->event, FACTORS_ALL);
         parcel_free(parcel);
     }
     if (!failed) failed = stream_check(trainer->stream);
@@ -6964,6 +7012,15 @@ static int node_take_place(Trainer *trainer) {
 
 // Training ------------------------------------------------------------------------------------------------------------
 
+// What a cell tells of a step whose gradients it has.
+static json_t *node_report(const Cell *cell, const Batch *batches, int64_t gate) {
+    const int64_t *bytes = cell->step.bytes;
+    return json_pack("{s:I, s:o, s:I, s:o, s:[I,I,I,I]}", "gate", (json_int_t)gate, "loss",
+                     real_or_null(cell->loss_sum), "valid", (json_int_t)batches[cell->replica].n_valid, "norm",
+                     real_or_null(cell->grad_norm), "bytes", (json_int_t)bytes[0], (json_int_t)bytes[1],
+                     (json_int_t)bytes[2], (json_int_t)bytes[3]);
+}
+
 // One step of the cell (train_step).
 static int node_step(Trainer *trainer, Batch *batches) {
     Node *node = trainer->node;
@@ -6971,19 +7028,13 @@ static int node_step(Trainer *trainer, Batch *batches) {
     Cell *cell = node_cell(trainer);
     StepResult result;
     int64_t step = trainer->progress.step, valid = begin_step(trainer, batches, &result);
-    Pass pass = {batches, step, 1, 1, NULL};
+    Pass pass = {batches, step, 1, 1, NULL, 0};
     if (valid < 0 || mesh_run(mesh, cell->replica, cell->replica + 1, &pass)) return -1;
     if (trainer->dp == MESH_DP_DENSE && node_sum_gradients(trainer)) return -1;
     result.loss = cell->loss_sum;
     measure_cells(trainer, &result);
     int due = node_average_due(trainer, step + 1);
-    const int64_t *bytes = cell->step.bytes;
-    json_t *go =
-        node_agree(trainer, GATE_STEP,
-                   json_pack("{s:o, s:I, s:o, s:[I,I,I,I]}", "loss", real_or_null(cell->loss_sum), "valid",
-                             (json_int_t)batches[cell->replica].n_valid, "norm", real_or_null(cell->grad_norm), "bytes",
-                             (json_int_t)bytes[0], (json_int_t)bytes[1], (json_int_t)bytes[2], (json_int_t)bytes[3]),
-                   due);
+    json_t *go = node_agree(trainer, GATE_STEP, node_report(cell, batches, 0), due);
     if (go == NULL) return -1;
     result.finite = json_is_true(json_object_get(go, "apply"));
     json_decref(go);
@@ -6992,17 +7043,264 @@ static int node_step(Trainer *trainer, Batch *batches) {
     return end_step(trainer, &result);
 }
 
-// Trains from the place on until the coordinator has something else in mind. 0, or -1: interrupted or failed.
+// An asynchronous pipeline over several processes: a cell does forwards as far ahead of its updates as its delay
+// allows, a backward whenever its gradient is there, and nothing waits for the whole pipeline (llmc/flow.h). Before a
+// validation, a shard or a halt no forward from beyond is done, so that the pipeline runs empty; older versions of the
+// weights, which the first forwards behind it need, are kept as ever.
+typedef struct {
+    Batch **ring;     // (slots) of the micro-batches in flight, each for all replicas
+    int n;            // slots
+    int64_t from;     // the step at which the pipeline was empty
+    int64_t next;     // the next forward
+    int64_t drawn;    // batches so far
+    int64_t launched; // the snapshot whose tables the forwards take next
+} Ahead;
+
+static void ahead_free(const Trainer *trainer, Ahead *ahead) {
+    for (int i = 0; i < ahead->n; i++)
+        if (ahead->ring[i] != NULL) batches_free(ahead->ring[i], trainer->mesh.n_replicas);
+    free(ahead->ring);
+}
+
+static int ahead_alloc(const Trainer *trainer, Ahead *ahead) {
+    memset(ahead, 0, sizeof *ahead);
+    int n = node_cell(trainer)->stage.slots;
+    ahead->ring = (Batch **)calloc((size_t)n, sizeof(Batch *));
+    if (ahead->ring == NULL) return error_set("out of memory for batches");
+    ahead->n = n, ahead->next = ahead->drawn = trainer->progress.step, ahead->launched = trainer->anchor.launched;
+    for (int i = 0; i < n; i++)
+        if ((ahead->ring[i] = batches_alloc(trainer)) == NULL) return -1;
+    return 0;
+}
+
+// The step, behind the one at which it was empty last, before which the pipeline is to be empty.
+static int64_t ahead_limit(const Trainer *trainer, const Ahead *ahead) {
+    const Node *node = trainer->node;
+    int64_t step = ahead->from, limit = trainer->n_steps;
+    int64_t every[] = {trainer->val_every, trainer->save_every};
+    for (int i = 0; i < 2; i++)
+        if (every[i] > 0 && (step / every[i] + 1) * every[i] < limit) limit = (step / every[i] + 1) * every[i];
+    return node->halt_at >= 0 && node->halt_at < limit ? node->halt_at : limit;
+}
+
+// Steps that a cell may be ahead of the slowest: so many that nobody waits for it, and so few that a halt can be
+// announced in time.
+static int64_t ahead_window(int n_stages) {
+    return 2 * n_stages + 2;
+}
+
+// Notes factors that have come, and tells the coordinator of them.
+static int ahead_sort_factors(Trainer *trainer) {
+    Node *node = trainer->node;
+    int64_t snapshot = node->had;
+    for (const Parcel *at = node->inbox.first; at != NULL; at = at->next) {
+        int64_t of;
+        if (channel_parts(at->event.channel).kind != CHANNEL_FACTORS || at->event.n_bytes < (int64_t)sizeof of)
+            continue;
+        memcpy(&of, at->event.data, sizeof of);
+        if (of > snapshot) snapshot = of;
+    }
+    if (snapshot == node->had) return 0;
+    node->had = snapshot;
+    return node_tell(node, "have", json_pack("{s:I}", "snapshot", (json_int_t)snapshot));
+}
+
+// The factors of a snapshot, which stay in the inbox; NULL: they are not here.
+static const Parcel *ahead_factors(const Node *node, int64_t snapshot) {
+    for (const Parcel *at = node->inbox.first; at != NULL; at = at->next) {
+        int64_t of;
+        if (channel_parts(at->event.channel).kind != CHANNEL_FACTORS || at->event.n_bytes < (int64_t)sizeof of)
+            continue;
+        memcpy(&of, at->event.data, sizeof of);
+        if (of == snapshot) return at;
+    }
+    return NULL;
+}
+
+// Whether it is settled for all what becomes of a snapshot: its factors are used (1), or there are none (-1); 0: not
+// yet.
+static int ahead_settled(const Trainer *trainer, int64_t snapshot) {
+    const Node *node = trainer->node;
+    int is_lost = !node->anchor_up || (snapshot == trainer->anchor.launched && node_is_skipped(trainer));
+    return node->granted >= snapshot ? 1 : is_lost ? -1 : 0;
+}
+
+// Brings the tables of states up to what a forward needs. 1; 0: they are not there yet; or -1.
+static int ahead_forward_tables(Trainer *trainer, Ahead *ahead, int64_t step) {
+    Node *node = trainer->node;
+    while (ahead->launched >= 0 && step >= delivery_step(trainer, ahead->launched)) {
+        int64_t due = delivery_step(trainer, ahead->launched);
+        int settled = ahead_settled(trainer, ahead->launched);
+        const Parcel *parcel = settled > 0 ? ahead_factors(node, ahead->launched) : NULL;
+        if (settled == 0) return 0;
+        if (parcel != NULL && (cell_flush(&trainer->mesh, node_cell(trainer)) ||
+                               node_use_factors(trainer, &parcel->event, FACTORS_FORWARD)))
+            return -1;
+        ahead->launched = due;
+    }
+    return 1;
+}
+
+// Factors up to those of a snapshot are not needed any more.
+static void ahead_drop_factors(Node *node, int64_t snapshot) {
+    Parcels others = {NULL, NULL};
+    Parcel *parcel;
+    while ((parcel = parcels_take(&node->inbox, CHANNEL_FACTORS, -1)) != NULL) {
+        int64_t of = -1;
+        if (parcel->event.n_bytes >= (int64_t)sizeof of) memcpy(&of, parcel->event.data, sizeof of);
+        if (of > snapshot)
+            parcels_add(&others, parcel);
+        else
+            parcel_free(parcel);
+    }
+    while ((parcel = parcels_take(&others, CHANNEL_KINDS, -1)) != NULL) parcels_add(&node->inbox, parcel);
+}
+
+// The tables that boundaries need from the first step on, as nothing is under way yet.
+static int ahead_first_factors(Trainer *trainer) {
+    Anchor *anchor = &trainer->anchor;
+    if (anchor->launched >= 0) return 0;
+    if (anchor->learns && anchor->deliveries == 0 && (node_launch(trainer) || node_take_delivery(trainer, 1)))
+        return -1;
+    if (anchor->learns && anchor->deliveries == 0) return error_set("the anchor gives no tables to begin with");
+    return node_launch(trainer);
+}
+
+// Before an update: factors that are due, and the next snapshot. 1; 0: they are not there yet; or -1.
+static int ahead_meet_anchor(Trainer *trainer) {
+    Node *node = trainer->node;
+    Anchor *anchor = &trainer->anchor;
+    int64_t step = trainer->progress.step;
+    if (anchor->launched >= 0) {
+        if (step < delivery_step(trainer, anchor->launched)) return 1;
+        int settled = ahead_settled(trainer, anchor->launched);
+        const Parcel *parcel = settled > 0 ? ahead_factors(node, anchor->launched) : NULL;
+        int parts = anchor->learns ? FACTORS_REST : FACTORS_ALL;
+        if (settled == 0) return 0;
+        if (cell_flush(&trainer->mesh, node_cell(trainer))) return -1;
+        if (parcel != NULL && node_use_factors(trainer, &parcel->event, parts)) return -1;
+        ahead_drop_factors(node, anchor->launched);
+    }
+    return node_launch(trainer) ? -1 : 1;
+}
+
+// Does the next forward if it can be done. 1, 0, or -1.
+static int ahead_forward(Trainer *trainer, Ahead *ahead) {
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    int64_t step = ahead->next, done = trainer->progress.step;
+    if (step >= ahead_limit(trainer, ahead) || step - done > cell->stage.delay) return 0;
+    int ready = trainer->anchor.learns ? ahead_forward_tables(trainer, ahead, step) : 1;
+    if (ready <= 0) return ready;
+    Batch *batches = ahead->ring[step % ahead->n];
+    if (ahead->drawn == step) draw_batches(trainer, batches), ahead->drawn++;
+    Pass pass = {batches, step, 1, 1, NULL, step - done};
+    cell->next_work = 0;
+    if (cell_fetch(mesh, cell, WORK_FORWARD, &pass) < 0) return -1;
+    if (!cell_runnable(mesh, cell)) return 0;
+    if (cell_begin(mesh, cell, &pass) || cell_run(mesh, cell, &pass)) return -1;
+    ahead->next++;
+    return 1;
+}
+
+// The update of a step whose backward is done.
+static int ahead_update(Trainer *trainer, const Batch *batches) {
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    int64_t step = trainer->progress.step;
+    StepResult result;
+    memset(&result, 0, sizeof result);
+    if (cell_end(mesh, cell)) return -1;
+    if (trainer->dp == MESH_DP_DENSE && node_sum_gradients(trainer)) return -1;
+    result.lr = lr_at((LrShape)trainer->opts.schedule_lr, trainer->opts.lr, trainer->opts.lr_final, step,
+                      trainer->warmup, trainer->n_steps);
+    result.loss = cell->loss_sum;
+    measure_cells(trainer, &result);
+    if (node_tell(trainer->node, "report", node_report(cell, batches, gate_number(step, GATE_STEP)))) return -1;
+    int failed = end_step(trainer, &result);
+    memset(&cell->step, 0, sizeof cell->step);
+    trainer->node->works++;
+    return failed;
+}
+
+// Does the next backward and its update if it can be done. 1, 0, or -1.
+static int ahead_backward(Trainer *trainer, Ahead *ahead) {
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    int64_t step = trainer->progress.step;
+    if (ahead->next <= step || step > trainer->node->paced + ahead_window(mesh->n_stages)) return 0;
+    int ready = trainer->anchored ? ahead_meet_anchor(trainer) : 1;
+    if (ready <= 0) return ready;
+    Batch *batches = ahead->ring[step % ahead->n];
+    Pass pass = {batches, step, 1, 1, NULL, 0};
+    cell->next_work = 1;
+    if (cell_fetch(mesh, cell, WORK_BACKWARD, &pass) < 0) return -1;
+    if (!cell_runnable(mesh, cell)) return 0;
+    stage_zero_grads(&cell->stage, trainer->stream);
+    return cell_run(mesh, cell, &pass) || ahead_update(trainer, batches) ? -1 : 1;
+}
+
+// Where neither can be done: for the coder, or for what comes from others.
+static int ahead_wait(Trainer *trainer) {
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    if (cell->outgoing.active) return cell_flush(mesh, cell);
+    for (int d = 0; d < 2; d++) {
+        Incoming *in = &cell->incoming[d];
+        if (!in->active || coder_is_done(&mesh->coder, &in->job)) continue;
+        coder_wait(&mesh->coder, &in->job);
+        return 0;
+    }
+    return node_poll(trainer->node, 1) < 0 ? -1 : 0;
+}
+
+// Trains up to the next step at which the pipeline is empty. 0 or -1.
+static int ahead_run(Trainer *trainer, Ahead *ahead) {
+    Node *node = trainer->node;
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    ahead->from = trainer->progress.step;
+    while (trainer->progress.step < ahead_limit(trainer, ahead)) {
+        if (node_poll(node, 0) < 0 || ahead_sort_factors(trainer)) return -1;
+        if (cell->outgoing.active && coder_is_done(&mesh->coder, &cell->outgoing.job) && cell_flush(mesh, cell))
+            return -1;
+        int moved = ahead_forward(trainer, ahead);
+        if (moved == 0) moved = ahead_backward(trainer, ahead);
+        if (moved < 0 || (moved == 0 && ahead_wait(trainer))) return -1;
+    }
+    if (trainer->progress.step == node->halt_at) node->then = node->halt_then;
+    return 0;
+}
+
+// What is due where steps end for all: validation, shards.
+static int node_rest(Trainer *trainer) {
+    const Progress *p = &trainer->progress;
+    int last = p->step == trainer->n_steps || trainer->node->then == THEN_STOP;
+    if ((is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) && node_validate(trainer)) return -1;
+    return last || is_due(p->step, trainer->save_every) ? node_save(trainer) : 0;
+}
+
+// Steps until the end, or until the coordinator has something else in mind.
+static int node_run_steps(Trainer *trainer, Batch *batches) {
+    Node *node = trainer->node;
+    const Progress *p = &trainer->progress;
+    Ahead ahead;
+    int asynchronous = trainer->mesh.asynchronous, failed = asynchronous ? ahead_alloc(trainer, &ahead) : 0;
+    while (p->step < trainer->n_steps && node->then == THEN_RUN && !failed) {
+        failed = asynchronous ? ahead_run(trainer, &ahead) : node_step(trainer, batches);
+        if (!failed) failed = node_rest(trainer);
+    }
+    if (asynchronous) ahead_free(trainer, &ahead);
+    return failed;
+}
+
+// Trains from the place on until the coordinator has something else in mind. -1: interrupted or failed.
 static int node_train(Trainer *trainer, Batch *batches) {
     Node *node = trainer->node;
-    Progress *p = &trainer->progress;
+    const Progress *p = &trainer->progress;
     if (p->step == 0 && node_validate(trainer)) return -1;
-    while (p->step < trainer->n_steps && node->then == THEN_RUN) {
-        if (node_step(trainer, batches)) return -1;
-        int last = p->step == trainer->n_steps || node->then == THEN_STOP;
-        if ((is_due(p->step, trainer->val_every) || p->step == trainer->n_steps) && node_validate(trainer)) return -1;
-        if ((last || is_due(p->step, trainer->save_every)) && node_save(trainer)) return -1;
-    }
+    if (trainer->mesh.asynchronous && trainer->anchored && ahead_first_factors(trainer)) return -1;
+    if (node_run_steps(trainer, batches)) return -1;
     if (p->step < trainer->n_steps && node->then == THEN_HOLD) {
         json_t *go = node_stand(trainer, GATE_HOLD);
         if (go == NULL) return -1;
@@ -7688,6 +7986,8 @@ typedef struct {
     char endpoint[NET_ENDPOINT], key[NET_KEY];
     json_t *report;
     json_t *totals; // what it had sent and received when it last said so (totals_to_json)
+    json_t **steps; // (PACE_STEPS) asynchronous: what it has said of steps that not all are through with
+    int64_t had;    // the last snapshot whose factors it has
 } Contact;
 
 typedef struct {
@@ -7702,16 +8002,22 @@ typedef struct {
     double watched, grace; // when members were looked at last; until when nobody is given up
     int turn;
     RunPhase phase;
-    int64_t gate;       // the last that was opened
-    int64_t waits;      // a gate that waits until shards are here, -1: none
-    int64_t restored;   // step of the checkpoint that cells begin with, -1: none
-    int64_t launched;   // the last snapshot
+    int64_t gate;        // the last that was opened
+    int64_t waits;       // a gate that waits until shards are here, -1: none
+    int64_t restored;    // step of the checkpoint that cells begin with, -1: none
+    int64_t launched;    // the last snapshot
+    int64_t *stage_gate; // (n_stages) asynchronous: the last gate of a stage alone
+    int64_t halt_at;     // asynchronous: the step at which all stand still, -1: none
+    int halt_then;
+    int64_t granted;    // the last snapshot whose factors all have
     int deliveries;     // whose factors were used
     int exact;          // the run goes on where a checkpoint was, beyond which nobody has gone
     int began;          // once
     double anchor_lost; // when the anchor was there last
     json_t *line;       // of the last step, until its validation is known
-    int holds;          // all wait to be placed behind this step
+    int64_t validated;  // the step of the last validation, and its loss
+    double val_loss;
+    int holds; // all wait to be placed behind this step
     double step_began, step_seconds;
     int skipped_in_a_row, stops; // the next step is the last
     int64_t factor_bytes;        // the anchor has sent since the last step
@@ -7730,10 +8036,36 @@ typedef struct {
     char token[NET_TOKEN];
 } Coordinator;
 
+static int lose_member(Coordinator *c, uint32_t node, const char *reason);
+
+// Steps of an asynchronous pipeline that may be under way at once.
+static size_t pace_steps(const Coordinator *c) {
+    return (size_t)ahead_window(c->members.n_stages) + 4;
+}
+
 static Contact *contact_of(const Coordinator *c, uint32_t node) {
     for (int i = 0; i < c->n_contacts; i++)
         if (c->contacts[i].node == node) return &c->contacts[i];
     return NULL;
+}
+
+static void clear_reports(Coordinator *c) {
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_decref(c->contacts[i].report);
+        c->contacts[i].report = NULL;
+    }
+}
+
+// What has been said of steps under way, too.
+static void clear_steps(Coordinator *c) {
+    for (int i = 0; i < c->n_contacts; i++) {
+        c->contacts[i].had = -1;
+        for (size_t k = 0; k < pace_steps(c); k++) {
+            json_decref(c->contacts[i].steps[k]);
+            c->contacts[i].steps[k] = NULL;
+        }
+    }
+    c->granted = c->halt_at = -1;
 }
 
 static int member_is_cell(const Coordinator *c, const Member *member) {
@@ -7779,8 +8111,7 @@ static int order_all(Coordinator *c, json_t *order, int only_cells) {
     return result;
 }
 
-// Roles
-// ------------------------------------------------------------------------------------------------------------------
+// --- Roles
 
 // The settings of the run and what a role needs to know.
 static json_t *setup_order(const Coordinator *c, int role) {
@@ -7827,11 +8158,14 @@ static int admit_node(Coordinator *c, const NetEvent *event) {
     c->contacts = contacts;
     Contact *contact = &contacts[c->n_contacts++];
     memset(contact, 0, sizeof *contact);
-    contact->node = id;
+    contact->node = id, contact->had = -1;
+    contact->steps = (json_t **)calloc(pace_steps(c), sizeof(json_t *));
+    if (contact->steps == NULL) return error_set("out of memory for a node");
     memcpy(contact->key, event->public_key, sizeof contact->key);
     snprintf(host, sizeof host, "%s", event->text);
     if (event->port > 0) snprintf(contact->endpoint, sizeof contact->endpoint, "tcp://%.240s:%d", host, event->port);
     if (net_admit(c->net, event->from, id)) {
+        free(contact->steps);
         c->n_contacts--;
         return net_refuse(c->net, event->from, "the coordinator takes no more nodes");
     }
@@ -7844,8 +8178,7 @@ static int admit_node(Coordinator *c, const NetEvent *event) {
     return 0;
 }
 
-// Places
-// ------------------------------------------------------------------------------------------------------------------
+// --- Places
 
 // path (PATH_MAX) = the shard of a cell in the checkpoint of a step, or of another replica's cell of that stage.
 static int checkpoint_shard(const Trainer *trainer, int64_t step, int replica, int stage, char *path) {
@@ -7908,6 +8241,8 @@ static int place_all(Coordinator *c) {
     Membership *m = &c->members;
     int anchor = membership_has_anchor(m, MEMBER_READY), lead = membership_standing(m), result = 0;
     int whole[MESH_MAX_REPLICAS];
+    clear_steps(c);
+    for (int s = 0; s < m->n_stages; s++) c->stage_gate[s] = -1;
     c->epoch++, c->turn = 0, c->phase = RUN_PLACING, c->gate = gate_number(p->step, 0) - 1, c->waits = -1;
     for (int r = 0; r < m->n_replicas; r++) whole[r] = membership_has(m, r, MEMBER_READY);
     for (int i = 0; i < m->n; i++) {
@@ -8083,8 +8418,6 @@ static int find_wanted(Coordinator *c, const Member *member, const char *what, c
     return error_set("node %u wants a file '%.40s'", member->node, what);
 }
 
-static int lose_member(Coordinator *c, uint32_t node, const char *reason);
-
 static int serve_file(Coordinator *c, const Member *member, const json_t *wish) {
     char path[PATH_MAX];
     const char *what = json_string_value(json_object_get(wish, "what"));
@@ -8094,8 +8427,7 @@ static int serve_file(Coordinator *c, const Member *member, const json_t *wish) 
     return 0;
 }
 
-// Gates
-// -----------------------------------------------------------------------------------------------------------------
+// --- Gates
 
 // What a cell has said at the gate; NULL: nothing.
 static const json_t *report_of(const Coordinator *c, int replica, int stage) {
@@ -8131,6 +8463,8 @@ static void sum_reports(Coordinator *c, StepResult *result, int64_t *n_tokens) {
             if (s + 1 == S) *n_tokens += (int64_t)c->trainer->opts.batch * c->trainer->T;
             if (r == lead) squares += norm * norm, result->grad_norm = norm;
             result->finite = result->finite && isfinite(norm);
+            cell->skipped_in_a_row = isfinite(norm) ? 0 : cell->skipped_in_a_row + 1;
+            result->skipped += mesh->asynchronous && !isfinite(norm);
             for (int k = 0; k < TRAFFIC_KINDS; k++) {
                 cell->step.bytes[k] = json_integer_value(json_array_get(bytes, (size_t)k));
                 cell->total.bytes[k] += cell->step.bytes[k], result->sent.bytes[k] += cell->step.bytes[k];
@@ -8140,13 +8474,50 @@ static void sum_reports(Coordinator *c, StepResult *result, int64_t *n_tokens) {
     if (S > 1) result->grad_norm = sqrt(squares);
     result->loss = valid > 0 ? loss / (double)valid : 0.0;
     result->finite = result->finite && isfinite(result->loss);
-    result->skipped = result->finite ? 0 : mesh_cells(mesh);
+    if (!mesh->asynchronous) result->skipped = result->finite ? 0 : mesh_cells(mesh);
+}
+
+// Puts a validation into the line of its step, whichever comes first.
+static void note_validation(Coordinator *c) {
+    int of_line = c->line != NULL && json_integer_value(json_object_get(c->line, "step")) == c->validated;
+    if (of_line && isfinite(c->val_loss)) json_object_set_new(c->line, "val_loss", json_real(c->val_loss));
 }
 
 // Writes the line of the last step, whose validation is known by now, or will not be.
 static void flush_line(Coordinator *c) {
     if (c->line != NULL) run_append(&c->trainer->run, c->line);
     c->line = NULL;
+}
+
+// 1 if the run is to end before its last step.
+static int wants_stop(const Coordinator *c) {
+    const Trainer *trainer = c->trainer;
+    int64_t stop_after = trainer->opts.stop_after;
+    return interrupts > 0 || (stop_after > 0 && trainer->progress.step >= stop_after) ||
+           c->skipped_in_a_row >= MAX_SKIPPED;
+}
+
+// The versions of the weights that a step has seen, for the log.
+static void note_versions(Mesh *mesh, int64_t step) {
+    for (int i = 0; i < mesh_cells(mesh) && mesh->asynchronous; i++) {
+        Cell *cell = &mesh->cells[i];
+        cell->forward_version = versions_forward(cell->stage.delay, step);
+        cell->backward_version = versions_backward(cell->stage.delay, step, mesh->stash);
+    }
+}
+
+// How an asynchronous pipeline goes on. Should it stop or take newcomers in, a step is named which no forward has
+// reached yet.
+static json_t *pace_order(Coordinator *c) {
+    const Trainer *trainer = c->trainer;
+    int64_t step = trainer->progress.step, S = c->members.n_stages;
+    int stop = wants_stop(c);
+    if (c->halt_at < 0 && (stop || has_newcomers(c)))
+        c->halt_at = step + ahead_window((int)S) + S + 2, c->halt_then = stop ? THEN_STOP : THEN_HOLD;
+    if (c->halt_at >= trainer->n_steps) c->halt_at = -1; // the run ends before
+    c->stops = step == trainer->n_steps || (step == c->halt_at && c->halt_then == THEN_STOP);
+    return json_pack("{s:s, s:I, s:I, s:i}", "type", "pace", "step", (json_int_t)(step - 1), "halt",
+                     (json_int_t)c->halt_at, "then", c->halt_then);
 }
 
 // All cells have gradients of a step: its loss is known, and how it goes on.
@@ -8162,17 +8533,20 @@ static json_t *close_step(Coordinator *c, int64_t gate) {
     trainer->anchor.factor_bytes += c->factor_bytes, c->factor_bytes = 0;
     double now = seconds(), took = now - c->step_began;
     c->step_began = now, c->step_seconds = c->step_seconds == 0.0 ? took : 0.9 * c->step_seconds + 0.1 * took;
-    p->step = step + 1, p->elapsed += took, p->adam_steps += result.finite, p->tokens += n_tokens;
+    p->step = step + 1, p->elapsed += took, p->adam_steps += result.skipped == 0, p->tokens += n_tokens;
     p->samples += n_tokens / trainer->T;
     double tok_s = (double)n_tokens / took;
     print_step(trainer, &result, tok_s, c->step_seconds);
-    if (!result.finite) print_skipped(trainer, &result);
-    c->skipped_in_a_row = result.finite ? 0 : c->skipped_in_a_row + 1;
+    if (result.skipped > 0) print_skipped(trainer, &result);
+    c->skipped_in_a_row = result.skipped == 0 ? 0 : c->skipped_in_a_row + 1;
+    note_versions(&trainer->mesh, step);
     flush_line(c);
     c->line = step_to_json(trainer, &result, tok_s);
     if (c->factors != NULL) json_object_set_new(c->line, "anchor", c->factors);
     c->factors = NULL;
-    int stop = interrupts > 0 || p->step == trainer->opts.stop_after || c->skipped_in_a_row >= MAX_SKIPPED;
+    note_validation(c);
+    if (trainer->mesh.asynchronous) return pace_order(c);
+    int stop = wants_stop(c);
     c->stops = stop || p->step == trainer->n_steps;
     c->holds = !c->stops && has_newcomers(c);
     json_t *go = go_order(c, gate, stop ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN);
@@ -8214,8 +8588,7 @@ static json_t *close_factors(Coordinator *c, int64_t gate) {
     return go;
 }
 
-// Shards
-// ------------------------------------------------------------------------------------------------------------------
+// --- Shards
 
 // Expects a file from a role, into the checkpoint that is being made.
 static int expect_shard(Coordinator *c, const Member *member, const char *folder, int64_t step) {
@@ -8228,13 +8601,6 @@ static int expect_shard(Coordinator *c, const Member *member, const char *folder
     c->shards[member->role] = SHARD_DUE;
     return net_expect_file(c->net, member->node,
                            channel_number(CHANNEL_STATE, member->role, 0, save_tag(c->epoch, step)), path, any_size);
-}
-
-static void clear_reports(Coordinator *c) {
-    for (int i = 0; i < c->n_contacts; i++) {
-        json_decref(c->contacts[i].report);
-        c->contacts[i].report = NULL;
-    }
 }
 
 // Where the cells stand that have reported at a gate between two steps.
@@ -8367,6 +8733,34 @@ static void give_up_run(Coordinator *c) {
     memcpy(error_message, reason, sizeof reason);
 }
 
+// 1 for a gate that the cells of a stage go through alone: steps of an asynchronous pipeline end for each stage at
+// another time.
+static int is_stage_gate(const Coordinator *c, int64_t gate) {
+    int kind = (int)(gate % GATES);
+    return c->trainer->mesh.asynchronous && (kind < GATE_SAVE || kind == GATE_GRADIENTS);
+}
+
+// Opens a gate for the cells of one stage.
+static int open_stage_gate(Coordinator *c, int64_t gate, int stage) {
+    int result = 0;
+    json_t *go = go_order(c, gate, THEN_RUN);
+    c->stage_gate[stage] = gate;
+    for (int r = 0; r < c->members.n_replicas && result == 0; r++) {
+        const Member *member = membership_of_role(&c->members, r * c->members.n_stages + stage);
+        if (member != NULL && member->state == MEMBER_RUNNING)
+            result = send_order(c->net, member->node, json_deep_copy(go));
+    }
+    json_decref(go);
+    return result;
+}
+
+// What follows the step at which the run is.
+static int then_now(const Coordinator *c) {
+    int halts = c->trainer->progress.step == c->halt_at;
+    if (c->trainer->mesh.asynchronous) return halts ? c->halt_then : THEN_RUN;
+    return c->stops ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN;
+}
+
 static int open_gate(Coordinator *c, int64_t gate) {
     int kind = (int)(gate % GATES);
     if ((kind == GATE_SAVE || kind == GATE_HOLD) && c->saving >= 0) { // the last one first
@@ -8378,8 +8772,7 @@ static int open_gate(Coordinator *c, int64_t gate) {
                  : kind == GATE_FACTORS ? close_factors(c, gate)
                  : kind == GATE_SAVE    ? close_save(c, gate)
                                         : go_order(c, gate, THEN_RUN);
-    if (kind != GATE_STEP)
-        json_object_set_new(go, "then", json_integer(c->stops ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN));
+    if (kind != GATE_STEP) json_object_set_new(go, "then", json_integer(then_now(c)));
     int saves = kind != GATE_SAVE || json_is_true(json_object_get(go, "save"));
     c->gate = gate, c->waits = -1;
     if (kind == GATE_HOLD) take_position(c);
@@ -8406,20 +8799,79 @@ static int shard_is_here(Coordinator *c) {
     return c->waits >= 0 ? open_gate(c, c->waits) : 0;
 }
 
+// The report of a member on a step that is under way.
+static json_t **step_report(const Coordinator *c, const Member *member, int64_t step) {
+    return &contact_of(c, member->node)->steps[step % (int64_t)pace_steps(c)];
+}
+
+// Closes all steps of an asynchronous pipeline that all cells are through with.
+static int close_paced(Coordinator *c) {
+    Progress *p = &c->trainer->progress;
+    for (;;) {
+        int n = 0;
+        for (int i = 0; i < c->members.n; i++) {
+            const Member *member = &c->members.members[i];
+            if (member->state != MEMBER_RUNNING || !member_is_cell(c, member)) continue;
+            if (*step_report(c, member, p->step) == NULL) return 0;
+            n++;
+        }
+        if (n == 0 || p->step == c->trainer->n_steps) return 0;
+        for (int i = 0; i < c->members.n; i++) {
+            const Member *member = &c->members.members[i];
+            Contact *contact = contact_of(c, member->node);
+            if (member->state != MEMBER_RUNNING || !member_is_cell(c, member)) continue;
+            json_t **report = step_report(c, member, p->step);
+            json_decref(contact->report);
+            contact->report = *report, *report = NULL;
+        }
+        json_t *order = close_step(c, gate_number(p->step, GATE_STEP));
+        clear_reports(c);
+        if (order_all(c, order, 1)) return -1;
+    }
+}
+
+static int member_paces(Coordinator *c, Member *member, json_t *report, int64_t step) {
+    if (step < c->trainer->progress.step) return 0;
+    if (step >= c->trainer->progress.step + (int64_t)pace_steps(c))
+        return lose_member(c, member->node, "it is ahead of all others");
+    json_t **kept = step_report(c, member, step);
+    json_decref(*kept);
+    *kept = json_incref(report);
+    return close_paced(c);
+}
+
+// Factors that all have by now may be used.
+static int grant_factors(Coordinator *c) {
+    int64_t all = INT64_MAX;
+    for (int i = 0; i < c->members.n; i++) {
+        const Member *member = &c->members.members[i];
+        if (member->state != MEMBER_RUNNING || !member_is_cell(c, member)) continue;
+        int64_t had = contact_of(c, member->node)->had;
+        if (had < all) all = had;
+    }
+    if (all == INT64_MAX || all <= c->granted) return 0;
+    c->granted = all, c->deliveries++;
+    return order_all(c, json_pack("{s:s, s:I}", "type", "grant", "snapshot", (json_int_t)all), 1);
+}
+
 // A cell has come to a gate.
 static int member_reports(Coordinator *c, Member *member, json_t *report) {
     int64_t gate = json_integer_value(json_object_get(report, "gate"));
     Contact *contact = contact_of(c, member->node);
-    if (member->state != MEMBER_RUNNING || contact == NULL || gate <= c->gate) return 0;
+    if (member->state != MEMBER_RUNNING || contact == NULL || gate < 0 || !member_is_cell(c, member)) return 0;
+    if (c->trainer->mesh.asynchronous && gate % GATES == GATE_STEP)
+        return member_paces(c, member, report, gate / GATES);
+    int stage = is_stage_gate(c, gate) ? member->role % c->members.n_stages : -1;
+    if (gate <= (stage >= 0 ? c->stage_gate[stage] : c->gate)) return 0;
     if (json_integer_value(json_object_get(report, "turn")) != c->turn) return 0; // it will report again
     json_decref(contact->report);
     contact->report = json_incref(report);
     member->gate = gate;
-    return membership_all_at(&c->members, gate) ? open_gate(c, gate) : 0;
+    if (!membership_all_at(&c->members, gate, stage)) return 0;
+    return stage >= 0 ? open_stage_gate(c, gate, stage) : open_gate(c, gate);
 }
 
-// Losses
-// ------------------------------------------------------------------------------------------------------------------
+// --- Losses
 
 // Shards of a replica, or the anchor's, that will not come any more.
 static void give_up_shards(Coordinator *c, int first, int n) {
@@ -8452,13 +8904,14 @@ static int carry_on(Coordinator *c, int replica) {
     c->turn++;
     for (int i = 0; i < c->members.n; i++) {
         Member *other = &c->members.members[i];
-        if (other->state == MEMBER_RUNNING) other->gate = c->gate;
+        if (other->state == MEMBER_RUNNING) other->gate = -1;
         if (replica >= 0 && member_is_cell(c, other) && other->role / S == replica &&
             send_order(c->net, other->node, json_pack("{s:s}", "type", "out")))
             return -1;
     }
     clear_reports(c);
     c->waits = -1; // those that are left report again
+    if (c->trainer->mesh.asynchronous && (close_paced(c) || grant_factors(c))) return -1;
     return order_all(c,
                      json_pack("{s:s, s:i, s:o, s:o, s:b}", "type", "living", "turn", c->turn, "living",
                                living_to_json(c), "nodes", nodes_to_json(c), "anchor",
@@ -8515,18 +8968,16 @@ static int watch_members(Coordinator *c) {
     return 0;
 }
 
-// Messages
-// --------------------------------------------------------------------------------------------------------------
+// --- Messages
 
 static void take_validation(Coordinator *c, const json_t *about) {
     Trainer *trainer = c->trainer;
     double loss = report_number(about, "loss"), bits = report_number(about, "bits_per_byte");
     int64_t step = json_integer_value(json_object_get(about, "step"));
     print_validation(trainer, step, loss, bits);
-    if (step == 0 && isfinite(loss))
-        run_append(&trainer->run, json_pack("{s:i, s:f}", "step", 0, "val_loss", loss));
-    else if (c->line != NULL && isfinite(loss))
-        json_object_set_new(c->line, "val_loss", json_real(loss));
+    if (step == 0 && isfinite(loss)) run_append(&trainer->run, json_pack("{s:i, s:f}", "step", 0, "val_loss", loss));
+    c->validated = step, c->val_loss = loss;
+    note_validation(c);
     if (loss < trainer->progress.best_val) trainer->progress.best_val = loss;
 }
 
@@ -8543,6 +8994,10 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
     if (strcmp(type, "failed") == 0) {
         const char *reason = json_string_value(json_object_get(about, "reason"));
         return lose_member(c, member->node, reason != NULL ? reason : "it has failed");
+    }
+    if (strcmp(type, "have") == 0) {
+        contact_of(c, member->node)->had = json_integer_value(json_object_get(about, "snapshot"));
+        return grant_factors(c);
     }
     if (strcmp(type, "validation") == 0) take_validation(c, about);
     if (strcmp(type, "skip") == 0 && member->state == MEMBER_RUNNING) {
@@ -8624,8 +9079,7 @@ static int coordinate(Coordinator *c) {
     return 0;
 }
 
-// The first process
-// ---------------------------------------------------------------------------------------------------------
+// --- The first process
 
 static void *guest_thread(void *context) {
     Coordinator *c = (Coordinator *)context;
@@ -8710,11 +9164,14 @@ static void coordinator_free(Coordinator *c) {
     if (c->net != NULL) net_close(c->net);
     if (c->has_thread) __atomic_store_n(&c->guest->host_is_gone, 1, __ATOMIC_RELEASE);
     if (c->has_thread) pthread_join(c->thread, NULL);
+    clear_reports(c);
+    clear_steps(c);
     for (int i = 0; i < c->n_contacts; i++) {
-        json_decref(c->contacts[i].report);
+        free(c->contacts[i].steps);
         json_decref(c->contacts[i].totals);
     }
     free(c->contacts);
+    free(c->stage_gate);
     free(c->guest);
     json_decref(c->line);
     json_decref(c->factors);
@@ -8771,8 +9228,11 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     c->members.needs_anchor =
         trainer->anchored && (trainer->opts.codec == CODEC_KLT || trainer->opts.min_replicas == 0);
     c->members.min_replicas = trainer->opts.min_replicas > 0 ? trainer->opts.min_replicas : trainer->mesh.n_replicas;
+    c->granted = c->halt_at = -1;
     c->shards = (unsigned char *)calloc((size_t)membership_roles(&c->members), 1);
-    int result = c->shards == NULL ? error_set("out of memory for the coordinator") : open_house(c, resume);
+    c->stage_gate = (int64_t *)calloc((size_t)c->members.n_stages, sizeof(int64_t));
+    int result = c->shards == NULL || c->stage_gate == NULL ? error_set("out of memory for the coordinator")
+                                                            : open_house(c, resume);
     if (result == 0) {
         result = coordinate(c);
         if (result != 0) give_up_run(c);

@@ -153,12 +153,13 @@ static inline int membership_remove(Membership *m, uint32_t node) {
     return lived ? replica : -1;
 }
 
-// 1 if all cells that run have reported at a gate.
-static inline int membership_all_at(const Membership *m, int64_t gate) {
+// 1 if all cells that run have reported at a gate; those of one stage, or of all (-1).
+static inline int membership_all_at(const Membership *m, int64_t gate, int stage) {
     int n = 0;
     for (int i = 0; i < m->n; i++) {
         const Member *member = &m->members[i];
         if (member->state != MEMBER_RUNNING || member->role >= membership_cells(m)) continue;
+        if (stage >= 0 && member->role % m->n_stages != stage) continue;
         if (member->gate < gate) return 0;
         n++;
     }

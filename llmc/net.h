@@ -32,7 +32,7 @@ static inline void net_close(Net *net) {
     pthread_mutex_unlock(&net->lock);
     net_wake_thread(net);
     if (net->started) pthread_join(net->thread, NULL);
-    while (net->n_nodes > 0) net_remove_node(net, net->nodes[0]);
+    while (net->n_nodes > 0) net_remove_node(net, net->nodes[0], NET_LINGER);
     void *const sockets[] = {net->router, net->zap, net->router_monitor, net->dealer_monitor};
     for (int i = 0; i < 4; i++)
         if (sockets[i] != NULL) zmq_close(sockets[i]);

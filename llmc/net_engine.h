@@ -22,7 +22,7 @@ enum { NET_BURST = 64 /* frames of a socket, or sent, in one pass */ };
 #define NET_DIRECT_SILENT 5.0
 #define NET_DIRECT_STUCK  10.0
 #define NET_DIRECT_BARRED 30.0
-#define NET_REDIAL        15.0 // beats without a sign of life after which a connection is dialled anew
+#define NET_REDIAL        10.0 // beats without a sign of life after which a connection is dialled anew
 #define NET_RATE_SECONDS  5.0  // of the mean in up_rate and down_rate
 
 static inline double net_beats(const Net *net, double n) {
@@ -383,8 +383,8 @@ static inline void net_from_joiner(Net *net, const unsigned char *id, zmq_msg_t 
 // ---------------------------------------------------------------------------------------------------------------------
 // A joiner's side
 
-static inline void net_remove_node(Net *net, NetNode *node) {
-    for (int lane = 0; lane < NET_LANES; lane++) net_hang_up(node, lane);
+static inline void net_remove_node(Net *net, NetNode *node, int linger) {
+    for (int lane = 0; lane < NET_LANES; lane++) net_hang_up(node, lane, linger);
     node_free_streams(node);
     for (int i = 0; i < net->n_nodes; i++)
         if (net->nodes[i] == node) net->nodes[i] = net->nodes[--net->n_nodes];
@@ -424,7 +424,7 @@ static inline void net_admitted(Net *net, uint32_t id) {
 static inline void net_unknown(Net *net) {
     NetEvent event;
     for (int i = net->n_nodes - 1; i >= 0; i--)
-        if (net->nodes[i]->id != 0) net_remove_node(net, net->nodes[i]);
+        if (net->nodes[i]->id != 0) net_remove_node(net, net->nodes[i], 0);
     net->self = NET_NOBODY;
     net_renew(net, net_node(net, 0));
     memset(&event, 0, sizeof event);
@@ -574,7 +574,7 @@ static inline int net_fresh(const Net *net, double at, double beats) {
 static inline void net_take_route(Net *net, NetNode *node, int route, double barred) {
     if (node->route == NET_ROUTE_DIRECT && route == NET_ROUTE_RELAY) {
         node->direct_barred = net->now + net_beats(net, barred);
-        for (int c = 0; c < FRAME_CLASSES; c++) sender_go_back(&node->out[c], net->now);
+        for (int c = 0; c < FRAME_CLASSES; c++) sender_reroute(&node->out[c], net->now);
     }
     node->route = route;
 }
@@ -620,7 +620,7 @@ static inline int net_redial(Net *net, NetNode *node) {
     if (net->now - since > limit) return net_dial(net, node);
     if (node->route == NET_ROUTE_DIRECT && net->now - bulk->dialled > net_beats(net, NET_REDIAL) &&
         net_is_stuck(net, node)) {
-        net_hang_up(node, LANE_BULK);
+        net_hang_up(node, LANE_BULK, 0);
         return net_dial_lane(net, node, LANE_BULK);
     }
     return 0;
@@ -748,7 +748,7 @@ static inline int net_command(Net *net, NetCommand *command, int known) {
     } else if (command->kind == COMMAND_REFUSE) {
         net_command_refuse(net, command);
     } else if (command->kind == COMMAND_DROP) {
-        if (node != NULL && node->life == command->life) net_remove_node(net, node);
+        if (node != NULL && node->life == command->life) net_remove_node(net, node, 0);
     } else if (command->kind == COMMAND_ADMIT) {
         if (known) net_command_admit(net, command);
     } else if (command->kind == COMMAND_PEER) {

@@ -30,15 +30,17 @@ static inline int net_option_text(void *socket, int option, const char *value) {
     return zmq_setsockopt(socket, option, value, strlen(value)) == 0 ? 0 : net_zmq_error("zmq_setsockopt");
 }
 
-// What all sockets have. A connection that says nothing, or takes nothing, is given up after seconds, and dialled
-// again.
-static inline int net_socket_options(void *socket, int pipe, int heartbeat_timeout) {
+// What all sockets have. A connection that takes nothing, or whose other end does not answer the kernel, ends after
+// seconds. ZeroMQ's own heartbeats stay off: in 4.3.4 one that is due while a broken connection's last frames wait to
+// be taken ends the process (Assertion failed: !_io_error), as after a stop of some seconds. Our beats do the same.
+static inline int net_socket_options(void *socket, int pipe) {
     int64_t largest = FRAME_MAX + 256; // CURVE adds some bytes
     if (zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &largest, sizeof largest) != 0) return net_zmq_error("zmq_setsockopt");
     return net_option(socket, ZMQ_LINGER, NET_LINGER) || net_option(socket, ZMQ_SNDHWM, pipe) ||
            net_option(socket, ZMQ_RCVHWM, pipe) || net_option(socket, ZMQ_HANDSHAKE_IVL, 10000) ||
-           net_option(socket, ZMQ_HEARTBEAT_IVL, 2000) ||
-           net_option(socket, ZMQ_HEARTBEAT_TIMEOUT, heartbeat_timeout) || net_option(socket, ZMQ_TCP_MAXRT, 10000);
+           net_option(socket, ZMQ_TCP_MAXRT, 10000) || net_option(socket, ZMQ_TCP_KEEPALIVE, 1) ||
+           net_option(socket, ZMQ_TCP_KEEPALIVE_IDLE, 6) || net_option(socket, ZMQ_TCP_KEEPALIVE_INTVL, 2) ||
+           net_option(socket, ZMQ_TCP_KEEPALIVE_CNT, 3);
 }
 
 // Binds our ROUTER; net->endpoint and net->listen_port are what was taken. domain: who may connect, net_is_admitted.
@@ -51,7 +53,7 @@ static inline int net_bind(Net *net, const char *endpoint, const char *secret_ke
     if (net->router == NULL) return net_zmq_error("zmq_socket");
     // HANDOVER: a node that dials anew before its broken connection is noticed here takes its place. MANDATORY: a full
     // or missing connection is told, not skipped.
-    if (net_socket_options(net->router, NET_PIPE, 15000) || net_option(net->router, ZMQ_ROUTER_MANDATORY, 1) ||
+    if (net_socket_options(net->router, NET_PIPE) || net_option(net->router, ZMQ_ROUTER_MANDATORY, 1) ||
         net_option(net->router, ZMQ_ROUTER_HANDOVER, 1) || net_option(net->router, ZMQ_CURVE_SERVER, 1) ||
         net_option_text(net->router, ZMQ_CURVE_SECRETKEY, secret_key) ||
         net_option_text(net->router, ZMQ_ZAP_DOMAIN, domain))
@@ -96,8 +98,7 @@ static inline int net_dial_lane(Net *net, NetNode *node, int lane) {
     memcpy(id + 1, node->base, NET_BASE);
     // IMMEDIATE: nothing is queued for a connection that is not there, and what was queued when it broke is gone; the
     // streams send it again, in order.
-    if (net_socket_options(socket, lane == LANE_CONTROL ? NET_PIPE_CONTROL : (int)NET_PIPE,
-                           lane == LANE_BULK ? 15000 : 10000) ||
+    if (net_socket_options(socket, lane == LANE_CONTROL ? NET_PIPE_CONTROL : (int)NET_PIPE) ||
         net_option(socket, ZMQ_IMMEDIATE, 1) || net_option(socket, ZMQ_CONNECT_TIMEOUT, 5000) ||
         net_option(socket, ZMQ_RECONNECT_IVL, 100) || net_option(socket, ZMQ_RECONNECT_IVL_MAX, 2000) ||
         net_option_text(socket, ZMQ_CURVE_SERVERKEY, is_coordinator ? token->server_public : node->key) ||
@@ -111,9 +112,10 @@ static inline int net_dial_lane(Net *net, NetNode *node, int lane) {
                : error_set("%s: connect: %s", node->endpoint, zmq_strerror(zmq_errno()));
 }
 
-static inline void net_hang_up(NetNode *node, int lane) {
+// linger: ms for what is in the pipe.
+static inline void net_hang_up(NetNode *node, int lane, int linger) {
     if (node->lanes[lane].socket == NULL) return;
-    net_option(node->lanes[lane].socket, ZMQ_LINGER, 0);
+    net_option(node->lanes[lane].socket, ZMQ_LINGER, linger);
     zmq_close(node->lanes[lane].socket);
     node->lanes[lane].socket = NULL;
 }
@@ -124,7 +126,7 @@ static inline int net_dial(Net *net, NetNode *node) {
     if (!keep && getrandom(node->base, sizeof node->base, 0) != (ssize_t)sizeof node->base)
         return error_set("network: getrandom: %s", strerror(errno));
     for (int lane = 0; lane < NET_LANES; lane++) {
-        net_hang_up(node, lane);
+        net_hang_up(node, lane, 0);
         if (node->id != 0 && lane == LANE_BEAT) continue;
         if (net_dial_lane(net, node, lane)) return -1;
     }

@@ -13,10 +13,10 @@
 //   acknowledged | on their way | to be sent again | not cut from messages yet
 //
 // How many frames may be on their way follows the link, as in TCP: one more for each that arrives until the first loss,
-// later one a window; half of it at a loss. A frame is taken for lost when the receiver says that a later one came (a
-// gap), or when nothing was acknowledged for a round trip with its scatter, twice as long after each try without
-// success. Each acknowledgement returns the stamp of the frame that caused it: a round trip is known also of frames
-// that were sent twice, and a gap counts once.
+// later one a window; half of it at a loss; and none more once they queue, for a relay drops what does not fit. A frame
+// is taken for lost when the receiver says that a later one came (a gap), or when nothing was acknowledged for a round
+// trip with its scatter, twice as long after each try without success. Each acknowledgement returns the stamp of the
+// frame that caused it: a round trip is known also of frames that were sent twice, and a gap counts once.
 //
 // A stream whose receiver was forgotten and made anew is begun again (FRAME_RESTART): the epoch grows, messages that
 // were not acknowledged whole are sent from their beginning.
@@ -38,6 +38,7 @@ enum { STREAM_WINDOW = 64 /* frames on their way at most */ };
 #define STREAM_RTO_LEAST 0.3 // seconds
 #define STREAM_RTO_FIRST 2.0 // before a round trip is known
 #define STREAM_RTO_MOST  4.0 // or twice what a slow link needs
+#define STREAM_QUEUE     0.1 // seconds beyond two of the shortest round trips: then no more frames are sent at a time
 
 // A message to be sent: bytes in memory, or an open file.
 typedef struct NetMessage {
@@ -72,10 +73,13 @@ typedef struct {
     SenderFrame frames[STREAM_WINDOW]; // seq % STREAM_WINDOW
     double allowed, threshold;         // frames on their way: now, and above which it grows slowly
     double round_trip, scatter;        // seconds, 0: not known
+    double shortest;                   // round trip of this way
     double timer;                      // the last progress, or the first frame sent after it
     int tries;                         // timeouts since progress
     double heard;                      // the last acknowledgement, also without progress
     double went_back;                  // when it was sent from base again
+    uint64_t left;                     // cursor before a timeout that may have been a mistake, 0: none
+    double left_allowed;               // and how many frames were allowed
     int64_t unacknowledged;            // bytes of pieces in [base, end)
     int64_t resent;                    // bytes of pieces
 } NetSender;
@@ -161,10 +165,17 @@ static inline void sender_sent(NetSender *s, double now) {
     s->cursor++;
 }
 
-// All that is not acknowledged is sent again: after a loss, or over another route.
+// All that is not acknowledged is sent again.
 static inline void sender_go_back(NetSender *s, double now) {
     s->cursor = s->base;
     s->went_back = now;
+    s->left = 0;
+}
+
+// The same over another route.
+static inline void sender_reroute(NetSender *s, double now) {
+    sender_go_back(s, now);
+    s->round_trip = s->scatter = s->shortest = 0.0, s->tries = 0;
 }
 
 // Begins the stream anew under a greater epoch, with the first message that is not acknowledged whole.
@@ -172,7 +183,7 @@ static inline void sender_restart(NetSender *s, uint64_t epoch) {
     s->epoch = epoch;
     s->base = s->cursor = s->end = s->next_message = 0;
     s->cut = s->first, s->cut_offset = 0, s->unacknowledged = 0;
-    s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW, s->tries = 0;
+    s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW, s->tries = 0, s->left = 0;
 }
 
 static inline double sender_rto(const NetSender *s) {
@@ -194,13 +205,17 @@ static inline double sender_half(const NetSender *s) {
 
 // The deadline is over: back to base, with few frames at first.
 static inline void sender_timeout(NetSender *s, double now) {
+    uint64_t left = s->left > 0 ? s->left : s->cursor;
+    double left_allowed = s->left > 0 ? s->left_allowed : s->allowed;
     s->threshold = sender_half(s);
     s->allowed = STREAM_LEAST;
     s->tries++;
     sender_go_back(s, now);
+    s->left = left, s->left_allowed = left_allowed;
 }
 
 static inline void sender_measure(NetSender *s, double sample) {
+    if (s->shortest == 0.0 || sample < s->shortest) s->shortest = sample;
     if (s->round_trip == 0.0) {
         s->round_trip = sample, s->scatter = sample / 2.0;
         return;
@@ -210,12 +225,13 @@ static inline void sender_measure(NetSender *s, double sample) {
     s->round_trip += (sample - s->round_trip) / 8.0;
 }
 
-static inline void sender_advance(NetSender *s, uint64_t ack, NetMessage **done) {
+// Frames up to ack have arrived. grow: more may be on their way.
+static inline void sender_advance(NetSender *s, uint64_t ack, int grow, NetMessage **done) {
     while (s->base < ack) {
         SenderFrame frame = s->frames[s->base % STREAM_WINDOW];
         int64_t piece = frame_piece_bytes(frame.message->n_bytes, frame.offset);
         s->unacknowledged -= piece;
-        s->allowed += s->allowed < s->threshold ? 1.0 : 1.0 / s->allowed;
+        if (grow) s->allowed += s->allowed < s->threshold ? 1.0 : 1.0 / s->allowed;
         s->base++;
         if (frame.offset + piece < frame.message->n_bytes) continue;
         s->first = frame.message->next; // the last piece of the first message
@@ -226,6 +242,13 @@ static inline void sender_advance(NetSender *s, uint64_t ack, NetMessage **done)
     }
     if (s->allowed > s->window) s->allowed = s->window;
     if (s->cursor < s->base) s->cursor = s->base;
+}
+
+// What was acknowledged after a timeout was sent before it: nothing was lost, the link is slow. What is on its way is
+// not sent again.
+static inline void sender_recall(NetSender *s, double echo) {
+    if (s->left > s->cursor && echo < s->went_back) s->cursor = s->left, s->allowed = s->left_allowed;
+    s->left = 0;
 }
 
 // Takes an ACK. Returns the messages that have arrived whole, to be freed by the caller, in order; or NULL.
@@ -240,7 +263,8 @@ static inline NetMessage *sender_ack(NetSender *s, const Frame *ack, double now,
     double echo = (double)ack->echo * 1e-6;
     if (echo > 0.0 && echo <= now) sender_measure(s, now - echo);
     if (ack->ack > s->base) {
-        sender_advance(s, ack->ack, &done);
+        sender_recall(s, echo);
+        sender_advance(s, ack->ack, now - echo < 2.0 * s->shortest + STREAM_QUEUE, &done);
         s->timer = now, s->tries = 0;
     } else if ((ack->flags & FRAME_GAP) && ack->ack == s->base && s->cursor > s->base && echo > s->went_back) {
         s->threshold = s->allowed = sender_half(s);
