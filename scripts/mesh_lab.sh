@@ -147,7 +147,7 @@ lab_step() {
 lab_is_at() { [ "$(lab_step)" -ge "$1" ]; }
 
 lab_signal() { # node's number or program's name, signal
-    kill "-$2" "$(lab_pid "$(lab_program "$1")")"
+    kill "-$2" "$(lab_pid "$(lab_program "$1")")" 2> /dev/null || echo "  $1 is not there any more"
 }
 lab_program() { case $1 in [0-9]*) echo "node$1" ;; *) echo "$1" ;; esac }
 

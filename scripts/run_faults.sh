@@ -272,6 +272,22 @@ fault_token() { # a joiner with another run's token gets nothing
     finish "node1 node2 node3 node4" ""
 }
 
+fault_async() { # asynchronous pipelines: kill -9 of a cell, a new joiner, then the coordinator
+    ahead="$plain --micro-batch 4 --schedule async"
+    start_mesh "$ahead" 4
+    lab_signal 4 9
+    expect 10 "is lost" "the loss is seen"
+    steps_go_on 15
+    lab_join 5
+    expect 20 "node 5 from .* replica" "the joiner has the role"
+    steps_go_on 20
+    lab_signal host 9
+    lab_until 10 lab_has_ended host || miss "it does not die"
+    lab_host "$ahead --resume" || miss "it does not start again"
+    expect 40 "node 4 from" "all come back"
+    finish "node1 node2 node3 node5" ""
+}
+
 fault_spare() { # more processes than roles
     start_mesh "$plain" 5
     expect 20 "node 5 from .*a spare" "the fifth is a spare"
@@ -286,7 +302,7 @@ common="$model -d $lab.txt --val-tokens 4096 -n $steps --val-every $steps --save
 plain="$common -x 2 -y 2 --no-cell"
 names="$*"
 if [ -z "$names" ]; then
-    names="kill stop pause host_pause join restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor token spare"
+    names="kill stop pause host_pause join restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor async token spare"
     [ $lab_has_links = 0 ] || names="$names cut cut_in cut_out relay slow"
 fi
 for fault in none $names; do
