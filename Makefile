@@ -81,7 +81,7 @@ endif
 EMULATED := -x c++ -std=c++17 -DDEVICE_CUDA -DCUDA_EMULATOR -DWITH_NCCL -Idev/cuda_emulator -Wno-unknown-pragmas -fno-strict-aliasing
 EMULATED_FLAGS := $(if $(SANITIZE),$(TEST_FLAGS),-O2 -march=native)
 
-.PHONY: all setup demo test test-programs bench fuzz lint plot clean medical FORCE
+.PHONY: all setup demo soak test test-programs bench fuzz lint plot clean medical FORCE
 all: train
 
 # Says what is built, and builds anew what was built for something else.
@@ -162,6 +162,12 @@ test-programs: $(TESTS)
 test: setup
 	@$(MAKE) --no-print-directory $(TESTS)
 	@OMP_WAIT_POLICY=passive EMU_DEVICES=3 $(TEST_ENV) dev/run_tests.sh "$(TEST)" $(TESTS)
+
+# Half an hour of a mesh in trouble; SEED=N for the same troubles again.
+SOAK_SECONDS ?= 1800
+soak: setup
+	@$(MAKE) --no-print-directory train
+	@SOAK_SECONDS=$(SOAK_SECONDS) $(if $(SEED),SEED=$(SEED)) scripts/soak.sh
 
 demo: setup
 	@$(MAKE) --no-print-directory train medical

@@ -5147,6 +5147,32 @@ static void test_async_study(void) {
     check_study("async", ".*", 21);
 }
 
+#ifdef WITH_ZMQ
+// Real processes over loopback and their faults, by a script; `says` is what it must print.
+static void check_mesh_script(const char *settings, const char *script, const char *says) {
+    char program[PATH_MAX], command[4 * PATH_MAX];
+    if (!check(realpath("/proc/self/exe", program) != NULL, "no path of this program")) return;
+    snprintf(command, sizeof command,
+             "export LAB=loopback TMPDIR='%s' TRAIN='%s --program' %s; scripts/%s > '%s/output' 2>&1", test_folder,
+             program, settings, script, test_folder);
+    int status = system(command);
+    char *text = read_text("output");
+    check(status == 0 && strstr(text, says) != NULL, "status %d, not '%s':\n%s", status, says, text);
+    free(text);
+}
+
+// A cell dies and another takes its place, one stops for good, the coordinator dies and goes on. Must fail for: a loss
+// that is not seen, averages that are not begun anew, a shard that is waited for, a joiner with other weights.
+static void test_mesh_faults(void) {
+    check_mesh_script("STEPS=150", "run_faults.sh kill stop restart", "4 of 4 passed");
+}
+
+// A minute of random troubles; the whole of it is `make soak`.
+static void test_mesh_soak(void) {
+    check_mesh_script("SOAK_SECONDS=60 SEED=4", "soak.sh", "soak: passed");
+}
+#endif
+
 // An anchor beside the fast circuit takes nothing of its threads.
 static void test_anchor_threads(void) {
     write_corpus();
@@ -8738,6 +8764,10 @@ static const struct {
     {"codec_runs", test_codec_runs},
     {"codec_study", test_codec_study},
     {"async_study", test_async_study},
+#ifdef WITH_ZMQ
+    {"mesh_faults", test_mesh_faults},
+    {"mesh_soak", test_mesh_soak},
+#endif
     {"anchor_threads", test_anchor_threads},
     {"versions", test_versions},
     {"flow", test_flow},

@@ -1860,7 +1860,7 @@ static void mesh_spread(Mesh *mesh) {
 //   go      a gate is open: all cells of the run have come as far
 //   living  these replicas are left; averages that no gate has let through begin anew
 //   out     your replica is out of the run, until you are placed
-//   skip    this snapshot gives no factors
+//   skip    this replica's snapshots give no factors from one on
 //   pace    asynchronous: all cells are through with a step; all stand still at this one
 //   grant   asynchronous: all have the factors of a snapshot
 //   save    the anchor is to give its state once it is through with a snapshot
@@ -1870,7 +1870,12 @@ static void mesh_spread(Mesh *mesh) {
 // until this node is placed too.
 
 #define NODE_NOBODY UINT32_MAX
-enum { NODE_COORDINATOR = 0, NODE_WAIT_MS = 100, NODE_PATIENCE = 600 /* seconds without a word of the coordinator */ };
+enum {
+    NODE_COORDINATOR = 0,
+    NODE_WAIT_MS = 100,
+    NODE_IMPATIENCE = 15,
+    NODE_PATIENCE = 600 /* seconds without a word of the coordinator */
+};
 
 // A message that no link takes, or not yet.
 typedef struct Parcel {
@@ -1886,26 +1891,33 @@ typedef struct Node {
     Net *net;
     Mesh *mesh; // NULL: there is none yet
     LinkCarrier carrier;
-    int role;                          // a cell, or the anchor; -1: none yet
-    uint32_t node_of[CHANNEL_ROLES];   // who has each role, NODE_NOBODY: no one
-    uint32_t epoch;                    // of the last place, 0: none yet
-    int turn;                          // how often replicas were lost in it
-    int average, average_turn;         // the number of the average at work, its last 16 bits; the turn it began in
-    Parcel *factors;                   // of the snapshot that is waited for, until they are used
-    int factors_sent;                  // the anchor's: those of its last pass
-    int has_embed;                     // what messages are predicted from is here
-    int64_t open;                      // the last gate that is open
-    json_t *go, *setup, *place, *save; // orders that wait to be obeyed, the last of each kind
-    int64_t skipped;                   // the last snapshot that gives no factors
-    int64_t granted;                   // asynchronous: the last snapshot whose factors all have
-    int64_t had;                       // the last whose are here
-    int64_t paced;                     // the last step that all cells are through with
-    int64_t halt_at;                   // the step at which all stand still, -1: none is known
-    int halt_then;                     // and what follows there
-    int anchor_up;                     // the anchor is there, as far as is known
-    int is_alone;                      // this process has nothing but the node: Ctrl-C ends it
-    int forgotten;                     // by the coordinator
-    int interrupted, ended;            // what is being done is of no use any more; the run is over
+    int role;                              // a cell, or the anchor; -1: none yet
+    uint32_t node_of[CHANNEL_ROLES];       // who has each role, NODE_NOBODY: no one
+    uint32_t epoch;                        // of the last place, 0: none yet
+    int turn;                              // how often replicas were lost in it
+    int average, average_turn;             // the number of the average at work, its last 16 bits; the turn it began in
+    Parcel *factors;                       // of the snapshot that is waited for, until they are used
+    int factors_sent;                      // the anchor's: those of its last pass
+    int has_embed;                         // what messages are predicted from is here
+    int64_t open;                          // the last gate that is open
+    json_t *go, *setup, *place, *save;     // orders that wait to be obeyed, the last of each kind
+    int64_t lost_after[MESH_MAX_REPLICAS]; // a replica's snapshots after this one give no factors
+    int launched_from;                     // the replica that gave the snapshot at work, -1: not known
+    int has_lost;            // the anchor's: replicas are lost, and the others do not know what it has of them
+    int fetches;             // files asked for so far
+    int anchor_up;           // the anchor is there, as far as is known
+    int is_alone;            // this process has nothing but the node: Ctrl-C ends it
+    const int *host_is_gone; // the coordinator of this process has left
+    double heard;            // when the coordinator was there last
+    int complained;          // that it does not answer
+    int forgotten;           // by the coordinator
+    int interrupted, ended;  // what is being done is of no use any more; the run is over, -1: has failed
+    // of an asynchronous run
+    int64_t granted; // the last snapshot whose factors all have
+    int64_t had;     // the last whose are here
+    int64_t paced;   // the last step that all cells are through with
+    int64_t halt_at; // the step at which all stand still, -1: none is known
+    int halt_then;   // and what follows there
     Parcels inbox, early;
     json_t *wants;       // files that others wait for: [[node, channel]]
     uint64_t works;      // grows with what is done, for the coordinator to see
@@ -2157,7 +2169,7 @@ static void order_keep(json_t **kept, json_t *order) {
 // Some replicas, or the anchor, are lost. Averages are begun anew by who waits for them (node_agree).
 static int node_lose(Node *node, const json_t *order) {
     if (node->mesh == NULL || node->epoch == 0) return 0;
-    node->turn = (int)json_integer_value(json_object_get(order, "turn"));
+    node->turn = (int)json_integer_value(json_object_get(order, "turn")), node->has_lost = 1;
     node->anchor_up = json_is_true(json_object_get(order, "anchor"));
     return read_members(json_object_get(order, "living"), node->mesh->living, node->mesh->n_replicas) ||
                    node_meet(node, json_object_get(order, "nodes"))
@@ -2183,14 +2195,16 @@ static int node_obey(Node *node, json_t *order) {
         node->interrupted = 1;
         if (strcmp(type, "place") == 0) order_keep(&node->place, order);
     } else if (strcmp(type, "skip") == 0) {
-        node->skipped = json_integer_value(json_object_get(order, "snapshot"));
+        int64_t replica = json_size(json_object_get(order, "replica"));
+        if (replica >= 0 && replica < MESH_MAX_REPLICAS)
+            node->lost_after[replica] = json_integer_value(json_object_get(order, "after"));
     } else if (strcmp(type, "setup") == 0) {
         order_keep(&node->setup, order);
     } else if (strcmp(type, "save") == 0) {
         order_keep(&node->save, order);
     } else if (strcmp(type, "end") == 0) {
         const char *reason = json_string_value(json_object_get(order, "reason"));
-        node->ended = node->interrupted = 1;
+        node->ended = reason == NULL ? 1 : -1, node->interrupted = 1;
         return reason != NULL ? error_set("the coordinator has ended the run: %.900s", reason) : 0;
     }
     return 0;
@@ -2210,6 +2224,16 @@ static int node_listen(Node *node, const NetEvent *event) {
     return result;
 }
 
+// Nothing of what was ordered, or wished, is of use any more.
+static void node_forget_orders(Node *node) {
+    json_t **orders[] = {&node->go, &node->setup, &node->place, &node->save};
+    for (int i = 0; i < 4; i++) {
+        json_decref(*orders[i]);
+        *orders[i] = NULL;
+    }
+    json_array_clear(node->wants);
+}
+
 // Takes an event; its data are freed or kept.
 static int node_take(Node *node, NetEvent *event) {
     int result = 0;
@@ -2224,6 +2248,7 @@ static int node_take(Node *node, NetEvent *event) {
     case NET_REFUSED: return error_set("the coordinator does not take this node: %.900s", event->text);
     case NET_UNKNOWN: // the coordinator has forgotten this node, which begins anew
         node->interrupted = node->forgotten = 1, node->epoch = 0;
+        node_forget_orders(node);
         for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
         net_hello(node->net);
         return 0;
@@ -2232,15 +2257,30 @@ static int node_take(Node *node, NetEvent *event) {
     }
 }
 
+// 1 once the coordinator has not been heard of for too long, be it that it has never taken this node.
+static int node_is_left_alone(Node *node) {
+    NetStatus status;
+    double now = seconds();
+    if (net_status(node->net, NODE_COORDINATOR, &status) == 0) node->heard = now - status.silence;
+    if (now - node->heard > NODE_IMPATIENCE && !node->complained) {
+        node->complained = 1;
+        printf("the coordinator does not answer: it is away, or the token is of another run; trying for %d s\n",
+               NODE_PATIENCE);
+        fflush(stdout);
+    }
+    if (now - node->heard < NODE_IMPATIENCE) node->complained = 0;
+    return now - node->heard > NODE_PATIENCE;
+}
+
 // Takes what has come; wait: at most a moment is waited for something. How many events, or -1.
 static int node_pump(Node *node, int wait) {
     NetEvent event;
     int n = 0, got;
-    NetStatus status;
     net_progress(node->net, node->works);
     if (node->is_alone && interrupts > 0) return error_set("interrupted");
-    if (net_status(node->net, NODE_COORDINATOR, &status) == 0 && status.silence > NODE_PATIENCE)
-        return error_set("the coordinator has been silent for %d s", NODE_PATIENCE);
+    if (node->host_is_gone != NULL && __atomic_load_n(node->host_is_gone, __ATOMIC_ACQUIRE))
+        return error_set("the coordinator has left");
+    if (node_is_left_alone(node)) return error_set("the coordinator has been silent for %d s", NODE_PATIENCE);
     if (wait && net_wait(node->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
     while ((got = net_next(node->net, &event)) > 0) {
         n++;
@@ -2254,6 +2294,16 @@ static int node_pump(Node *node, int wait) {
 static int node_poll(Node *node, int wait) {
     int n = node_pump(node, wait);
     return n >= 0 && node->interrupted ? error_set("the step is given up") : n;
+}
+
+// 1 if what has just failed did so because it is of no use any more, as the next events may say: the coordinator or a
+// peer has been forgotten by the net before. error_message stays.
+static int node_was_interrupted(Node *node) {
+    char reason[ERROR_MAX];
+    memcpy(reason, error_message, sizeof reason);
+    if (!node->interrupted) node_pump(node, 0);
+    memcpy(error_message, reason, sizeof reason);
+    return node->interrupted;
 }
 
 // Waits until not too much is on its way to a role.
@@ -3885,6 +3935,7 @@ typedef struct {
     Progress progress;
     Leading leading;
     struct Node *node; // as one process of several; NULL: the only one
+    int host_is_gone;  // of a guest: the coordinator of this process has left
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     int B, T, threads;
@@ -6295,6 +6346,7 @@ static int node_launch(Trainer *trainer) {
     uint64_t channel = channel_number(CHANNEL_SNAPSHOT, node->role, anchor_role(trainer), 0);
     trainer->anchor.launched = node->has_anchor ? step : -1;
     while (!node->drawing[lead]) lead++;
+    node->launched_from = lead;
     if (cell->replica != lead || !node->has_anchor) return 0;
     if (node_carry(node, channel, &step, sizeof step)) return -1;
     for (int i = 0; i < stage->n_tensors; i++) {
@@ -6420,6 +6472,13 @@ static int node_use_factors(Trainer *trainer, const NetEvent *event, int parts) 
     return 0;
 }
 
+// 1 if the snapshot at work gives no factors: its replica was lost before it was whole.
+static int node_is_skipped(const Trainer *trainer) {
+    const Node *node = trainer->node;
+    int from = node->launched_from;
+    return from >= 0 && trainer->anchor.launched > node->lost_after[from];
+}
+
 // The factors of the snapshot at work, if they are here. waits: until they are, or are known never to come.
 static int node_find_factors(Trainer *trainer, int waits) {
     Node *node = trainer->node;
@@ -6435,7 +6494,7 @@ static int node_find_factors(Trainer *trainer, int waits) {
             continue;
         }
         parcel_free(parcel);
-        if (node->factors != NULL || !waits || node->skipped >= snapshot || !node->anchor_up) return 0;
+        if (node->factors != NULL || !waits || node_is_skipped(trainer) || !node->anchor_up) return 0;
         if (node_poll(node, 1) < 0) return -1;
     }
 }
@@ -6447,13 +6506,16 @@ static int node_take_delivery(Trainer *trainer, int waits) {
     if (node_find_factors(trainer, waits)) return -1;
     json_t *go =
         node_agree(trainer, GATE_FACTORS,
-                   json_pack("{s:I}", "factors", (json_int_t)(node->factors != NULL ? anchor->launched : -1)), 0);
+                   json_pack("{s:I, s:b}", "factors", (json_int_t)(node->factors != NULL ? anchor->launched : -1),
+                             "skipped", node_is_skipped(trainer)),
+                   0);
     if (go == NULL) return -1;
     int taken = json_is_true(json_object_get(go, "deliver")), failed = 0;
+    int over = taken || waits || json_is_true(json_object_get(go, "skip"));
     json_decref(go);
     if (taken && node->factors == NULL) return error_set("the coordinator wants factors to be used that are not here");
     if (taken) failed = node_use_factors(trainer, &node->factors->event, FACTORS_ALL);
-    if (taken || waits) {
+    if (over) {
         parcel_free(node->factors);
         node->factors = NULL, anchor->launched = -1;
     }
@@ -6566,6 +6628,20 @@ static int node_take_over(Trainer *trainer) {
     return anchor->learns && !anchor->useless && learner_use(&trainer->mesh, &anchor->learner) < 0 ? -1 : 0;
 }
 
+// Tells all of lost replicas which of their snapshots came whole; the cells wait in vain for factors of later ones.
+static int node_tell_lost(Trainer *trainer) {
+    Node *node = trainer->node;
+    const Mesh *mesh = &trainer->mesh;
+    if (!node->has_lost || parcels_find(&node->inbox, CHANNEL_SNAPSHOT) != NULL) return 0;
+    node->has_lost = 0;
+    for (int r = 0; r < mesh->n_replicas; r++)
+        if (!mesh->living[r] &&
+            node_tell(node, "skip",
+                      json_pack("{s:i, s:I}", "replica", r, "after", (json_int_t)trainer->anchor.launched)))
+            return -1;
+    return 0;
+}
+
 // The next snapshot to the thread, if there is one; what the last has given is in use then.
 static int node_serve_snapshot(Trainer *trainer) {
     int64_t step = -1;
@@ -6573,8 +6649,7 @@ static int node_serve_snapshot(Trainer *trainer) {
     const Parcel *first = parcels_find(&trainer->node->inbox, CHANNEL_SNAPSHOT);
     if (first == NULL) return 0;
     int result = node_take_snapshot(trainer, channel_parts(first->event.channel).from / trainer->mesh.n_stages, &step);
-    if (result < 0) return -1;
-    if (result > 0) return node_tell(trainer->node, "skip", json_pack("{s:I}", "snapshot", (json_int_t)step));
+    if (result != 0) return result < 0 ? -1 : 0;
     if (anchor_state(anchor, 0) == ANCHOR_READY && node_take_over(trainer)) return -1;
     trainer->node->factors_sent = 0;
     anchor_work(anchor, step);
@@ -6644,10 +6719,24 @@ static int node_validate(Trainer *trainer) {
                                real_or_null(eval.loss), "bits_per_byte", real_or_null(eval.bits_per_byte)));
 }
 
+// The tag of shards: what is still on its way from before all were placed anew is not taken for them.
+static int save_tag(uint32_t epoch, int64_t step) {
+    return (int)(epoch & 0xFF) << 16 | (int)(step & 0xFFFF);
+}
+
 // Sends a file of the scratch folder to the coordinator.
 static int node_send_state(Node *node, const char *path, int64_t step) {
     return net_send_file(node->net, NODE_COORDINATOR,
-                         channel_number(CHANNEL_STATE, node->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path);
+                         channel_number(CHANNEL_STATE, node->role, 0, save_tag(node->epoch, step)), path);
+}
+
+// What this process has sent and received so far (NetTotals): payload up and down, wire up and down, frames up and
+// down.
+static json_t *totals_to_json(Net *net) {
+    NetTotals t;
+    net_totals(net, &t);
+    return json_pack("[I,I,I,I,I,I]", (json_int_t)t.payload_up, (json_int_t)t.payload_down, (json_int_t)t.wire_up,
+                     (json_int_t)t.wire_down, (json_int_t)t.frames_up, (json_int_t)t.frames_down);
 }
 
 // Agrees with all that the run stands still here, as far as it concerns state: an average at work ends. Returns what
@@ -6661,12 +6750,12 @@ static json_t *node_stand(Trainer *trainer, int gate) {
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
     int finite = isfinite(sum_of_squares(cell->stage.params, cell->stage.arena_floats, trainer->stream));
-    json_t *go =
-        node_agree(trainer, gate,
-                   json_pack("{s:b, s:I, s:I, s:I, s:o, s:I}", "finite", finite, "adam_steps",
-                             (json_int_t)p->adam_steps, "samples", (json_int_t)p->samples, "tokens",
-                             (json_int_t)p->tokens, "begun", begun, "launched", (json_int_t)trainer->anchor.launched),
-                   waits);
+    json_t *go = node_agree(trainer, gate,
+                            json_pack("{s:o, s:b, s:I, s:I, s:I, s:o, s:I}", "net", totals_to_json(trainer->node->net),
+                                      "finite", finite, "adam_steps", (json_int_t)p->adam_steps, "samples",
+                                      (json_int_t)p->samples, "tokens", (json_int_t)p->tokens, "begun", begun,
+                                      "launched", (json_int_t)trainer->anchor.launched),
+                            waits);
     if (go == NULL || !waits || meeting_commit(&trainer->mesh, meeting, &trainer->outer) == 0) return go;
     json_decref(go);
     return NULL;
@@ -6684,7 +6773,7 @@ static int node_save(Trainer *trainer) {
     json_decref(go);
     if (!saves) return 0;
     CellState about = cell_state(trainer, cell);
-    snprintf(name, sizeof name, "cell_%d_%lld.bin", node->role, (long long)step);
+    snprintf(name, sizeof name, "cell_%u_%lld.bin", node->epoch, (long long)step);
     if (path_join(path, node->scratch, name) || cell_save(cell, &about, path, 1)) return -1;
     return node_send_state(node, path, step);
 }
@@ -6699,29 +6788,34 @@ static int node_give(Trainer *trainer) {
         const json_t *wish = json_array_get(node->wants, 0);
         int64_t to = json_integer_value(json_array_get(wish, 0)), channel = json_integer_value(json_array_get(wish, 1));
         json_array_remove(node->wants, 0);
+        if (!node_knows(node, (uint32_t)to)) continue; // it is lost meanwhile
         about = cell_state(trainer, cell);
-        snprintf(name, sizeof name, "give_%lld.bin", (long long)to);
+        snprintf(name, sizeof name, "give_%lld_%d.bin", (long long)to, channel_parts((uint64_t)channel).tag);
         if (path_join(path, node->scratch, name) || cell_save(cell, &about, path, 1)) return -1;
         if (net_send_file(node->net, (uint32_t)to, (uint64_t)channel, path)) return -1;
     }
     return 0;
 }
 
-// A file from a node into the scratch folder: path (PATH_MAX) = where it is. what: as the sender knows it.
+// A file from a node into the scratch folder: path (PATH_MAX) = where it is. what: as the sender knows it. Each has a
+// number, so that one that was asked for before, and comes when nobody waits for it any more, is not taken for it.
 static int node_fetch(Node *node, uint32_t from, ChannelKind kind, const char *what, char *path) {
     static const int64_t any_size = (int64_t)1 << 50;
-    uint64_t channel = channel_number(kind, from == NODE_COORDINATOR ? 0 : 1, node->role, 0);
-    if (path_join(path, node->scratch, what) || net_expect_file(node->net, from, channel, path, any_size)) return -1;
+    char name[64];
+    node->fetches = (node->fetches + 1) & (CHANNEL_TAGS - 1);
+    uint64_t channel = channel_number(kind, from == NODE_COORDINATOR ? 0 : 1, node->role, node->fetches);
+    snprintf(name, sizeof name, "%.40s_%d", what, node->fetches);
+    if (path_join(path, node->scratch, name) || net_expect_file(node->net, from, channel, path, any_size)) return -1;
     if (send_order(node->net, from,
                    json_pack("{s:s, s:s, s:I}", "type", "want", "what", what, "channel", (json_int_t)channel)))
         return -1;
     for (;;) {
         Parcel *parcel = parcels_take(&node->inbox, kind, -1);
-        if (parcel != NULL) {
-            parcel_free(parcel);
-            return 0;
-        }
-        if (node_poll(node, 1) < 0) return -1;
+        int is_it = parcel != NULL && parcel->event.channel == channel;
+        if (parcel != NULL && !is_it) unlink(parcel->event.text);
+        parcel_free(parcel);
+        if (is_it) return 0;
+        if (parcel == NULL && node_poll(node, 1) < 0) return -1;
     }
 }
 
@@ -6791,6 +6885,7 @@ static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
         stage_init(stage, (uint64_t)trainer->opts.seed);
     else if (strcmp(weights, "file") == 0 && node_fetch_weights(trainer, cell))
         return -1;
+    trainer->anchor.deliveries = 0; // factors and tables of before are not this state's
     if (stage->meets)
         device_copy(stage->global, stage->params, sizeof(float) * (size_t)stage->arena_floats, trainer->stream);
     if (cell_clear(trainer, cell)) return -1;
@@ -6836,12 +6931,14 @@ static int node_fetch_embed(Trainer *trainer, const json_t *from) {
 // The anchor's state: of a checkpoint, what it has, or none. What is in use goes to the cells, which may have lost it.
 // exact: the run goes on where the checkpoint was; else what the last pass has given is in use now.
 static int node_fetch_anchor(Trainer *trainer, const json_t *from, int exact) {
-    char path[PATH_MAX];
+    char path[PATH_MAX], named[PATH_MAX];
     Anchor *anchor = &trainer->anchor;
     if (json_is_object(json_object_get(from, "anchor"))) {
         if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "anchor.bin", path)) return -1;
+        if (path_join(named, trainer->node->scratch, "anchor.bin")) return -1;
+        if (rename(path, named) != 0) return error_set("rename %s: %s", path, strerror(errno));
         if (anchor_load(trainer, trainer->node->scratch, from)) return -1;
-        unlink(path);
+        unlink(named);
     }
     if (!exact && anchor_state(anchor, 0) == ANCHOR_READY && node_take_over(trainer)) return -1;
     trainer->node->factors_sent = 0;
@@ -6855,8 +6952,9 @@ static int node_enter(Trainer *trainer, const json_t *order) {
     Anchor *anchor = &trainer->anchor;
     const json_t *begun = json_object_get(order, "begun");
     node->epoch = (uint32_t)json_integer_value(json_object_get(order, "epoch"));
-    node->turn = 0, node->average = -1, node->interrupted = 0;
-    node->skipped = node->granted = node->had = node->halt_at = -1;
+    node->turn = 0, node->average = -1, node->interrupted = 0, node->has_lost = 0, node->launched_from = -1;
+    for (int r = 0; r < MESH_MAX_REPLICAS; r++) node->lost_after[r] = INT64_MAX;
+    node->granted = node->had = node->halt_at = -1;
     p->step = json_size(json_object_get(order, "step")), p->samples = json_size(json_object_get(order, "samples"));
     p->adam_steps = json_size(json_object_get(order, "adam_steps"));
     p->tokens = json_size(json_object_get(order, "tokens"));
@@ -6890,7 +6988,10 @@ static int node_take_place(Trainer *trainer) {
     int failed = node_enter(trainer, order) || node_fetch_embed(trainer, from) ||
                  (cell != NULL ? node_fetch_cell(trainer, cell, from)
                                : node_fetch_anchor(trainer, from, json_is_true(json_object_get(order, "exact"))));
-    if (!failed && cell != NULL && json_is_true(json_object_get(order, "factors"))) {
+    int has_factors = json_is_true(json_object_get(order, "factors"));
+    if (cell != NULL && trainer->anchor.learns && node->anchor_up && !has_factors)
+        trainer->anchor.deliveries = 0; // an anchor without tables: all begin with new ones
+    if (!failed && cell != NULL && has_factors) {
         Parcel *parcel = NULL;
         while (!failed && (parcel = parcels_take(&node->inbox, CHANNEL_FACTORS, -1)) == NULL)
             failed = node_poll(node, 1) < 0;
@@ -7017,7 +7118,8 @@ static const Parcel *ahead_factors(const Node *node, int64_t snapshot) {
 // Whether it is settled for all what becomes of a snapshot: its factors are used (1), or there are none (-1); 0: not
 // yet.
 static int ahead_settled(const Node *node, int64_t snapshot) {
-    return node->granted >= snapshot ? 1 : node->skipped >= snapshot || !node->anchor_up ? -1 : 0;
+    int from = node->launched_from, lost = from >= 0 && snapshot > node->lost_after[from];
+    return node->granted >= snapshot ? 1 : lost || !node->anchor_up ? -1 : 0;
 }
 
 // Brings the tables of states up to what a forward needs. 1; 0: they are not there yet; or -1.
@@ -7207,15 +7309,20 @@ static int node_train(Trainer *trainer, Batch *batches) {
 
 // The anchor's state for the coordinator, once it is through with the snapshot that the cells have launched last.
 static int node_save_anchor(Trainer *trainer) {
-    char path[PATH_MAX];
+    char made[PATH_MAX], path[PATH_MAX], name[64];
     Node *node = trainer->node;
     Anchor *anchor = &trainer->anchor;
     int64_t wanted = json_integer_value(json_object_get(node->save, "launched"));
     int64_t step = json_integer_value(json_object_get(node->save, "step"));
-    if (anchor_state(anchor, 0) == ANCHOR_WORKING || anchor->launched < wanted) return 0;
+    int whole = anchor->launched >= wanted || node->turn > 0; // else its replica may be lost: it may never come
+    if (anchor_state(anchor, 0) == ANCHOR_WORKING || !whole) return 0;
     json_decref(node->save);
     node->save = NULL;
-    if (anchor_save(trainer, node->scratch) || path_join(path, node->scratch, "anchor.bin")) return -1;
+    snprintf(name, sizeof name, "anchor_%u_%lld.bin", node->epoch, (long long)step);
+    if (anchor_save(trainer, node->scratch) || path_join(made, node->scratch, "anchor.bin") ||
+        path_join(path, node->scratch, name))
+        return -1;
+    if (rename(made, path) != 0) return error_set("rename %s: %s", made, strerror(errno));
     if (node_tell(node, "anchor", json_pack("{s:I, s:o}", "step", (json_int_t)step, "anchor", anchor_to_json(anchor))))
         return -1;
     return node_send_state(node, path, step);
@@ -7233,7 +7340,7 @@ static int node_serve(Trainer *trainer) {
             node->factors_sent = 1;
         }
         if (node->save != NULL && node_save_anchor(trainer)) return -1;
-        if (state != ANCHOR_WORKING && node_serve_snapshot(trainer)) return -1;
+        if (state != ANCHOR_WORKING && (node_serve_snapshot(trainer) || node_tell_lost(trainer))) return -1;
         node->works++;
     }
     return -1;
@@ -7751,24 +7858,29 @@ static void node_clear_out(Trainer *trainer) {
     stream_destroy(trainer->stream);
     trainer->side_files = NULL, trainer->stream = NULL, trainer->n_params = 0;
     memset(&trainer->data, 0, sizeof trainer->data);
-    node->mesh = NULL, node->idle = NULL, node->has_embed = 0;
+    node->mesh = NULL, node->idle = NULL, node->has_embed = 0, node->epoch = 0;
 }
 
-// Takes the role of the coordinator's setup: memory and data, unless it is the one it had.
+// Takes the role of the coordinator's setup: memory and data, unless it is the cell it had. An anchor begins anew.
 static int node_move_in(Trainer *trainer) {
     Node *node = trainer->node;
     ModelFile none;
     int role = (int)json_integer_value(json_object_get(node->setup, "role"));
+    int is_cell = node->mesh != NULL && node_cell(trainer) != NULL;
     memset(&none, 0, sizeof none);
     node->interrupted = node->forgotten = 0;
-    if (node->mesh == NULL || role != node->role) {
+    if (!is_cell || role != node->role) {
         if (node->mesh != NULL) node_clear_out(trainer);
-        if (node_settle_in(trainer) || prepare(trainer, &none, ACTION_TRAIN) || load(trainer, &none)) return -1;
+        if (node_settle_in(trainer) || prepare(trainer, &none, ACTION_TRAIN) || load(trainer, &none)) {
+            if (!node_was_interrupted(node) || !node->forgotten) return -1;
+            node_clear_out(trainer); // half-way: the next setup begins anew
+            return 0;
+        }
         node->idle = node_average, node->context = trainer;
     }
     json_decref(node->setup);
     node->setup = NULL;
-    return node_tell(node, "loaded", json_object());
+    return node_tell(node, "loaded", json_object()) == 0 || node_was_interrupted(node) ? 0 : -1;
 }
 
 // A place, from its beginning to whatever ends it. 0, or -1: this node cannot go on.
@@ -7783,7 +7895,7 @@ static int node_fill_place(Trainer *trainer) {
             node_serve(trainer);
     }
     batches_free(batches, trainer->mesh.n_replicas);
-    return node->interrupted && !(node->is_alone && interrupts > 0) ? 0 : -1;
+    return node_was_interrupted(node) && !(node->is_alone && interrupts > 0) ? 0 : -1;
 }
 
 // From the first word with the coordinator to the last.
@@ -7791,10 +7903,6 @@ static int node_live(Trainer *trainer) {
     Node *node = trainer->node;
     int result = 0;
     while (result == 0 && !node->ended) {
-        if (node->forgotten && node->place != NULL) {
-            json_decref(node->place);
-            node->place = NULL;
-        }
         if (node->setup != NULL)
             result = node_move_in(trainer);
         else if (node->place != NULL && node->mesh != NULL)
@@ -7802,7 +7910,7 @@ static int node_live(Trainer *trainer) {
         else
             result = node_pump(node, 1) < 0 ? -1 : 0;
     }
-    return node->ended ? 0 : result;
+    return node->ended != 0 ? (node->ended > 0 ? 0 : -1) : result;
 }
 
 // Tells the coordinator why this node goes, and gives the message a moment.
@@ -7813,6 +7921,18 @@ static void node_say_goodbye(Node *node) {
     if (node_tell(node, "failed", json_pack("{s:s%}", "reason", reason, (size_t)strnlen(reason, 200))) == 0)
         while (net_queued(node->net, NODE_COORDINATOR) > 0 && seconds() < until) net_wait(node->net, 0.01);
     memcpy(error_message, reason, sizeof reason);
+}
+
+// What this process has sent and received, for who compares it with the counters of its interface.
+static void print_totals(Net *net) {
+    NetTotals t;
+    net_totals(net, &t);
+    printf(
+        "network: %lld bytes up and %lld down; on the wire, before CURVE and TCP, %lld in %lld frames up and %lld in "
+        "%lld down\n",
+        (long long)t.payload_up, (long long)t.payload_down, (long long)t.wire_up, (long long)t.frames_up,
+        (long long)t.wire_down, (long long)t.frames_down);
+    fflush(stdout);
 }
 
 // Joins the run of a token.
@@ -7835,8 +7955,11 @@ static int node_join(Trainer *trainer, const char *token_text) {
     node->net = net_join(&token, strcmp(opts->listen, "none") == 0 ? NULL : opts->listen, NULL);
     if (node->net == NULL) return -1;
     for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
-    if (node_live(trainer) == 0) return 0;
-    node_say_goodbye(node);
+    node->heard = seconds(), node->host_is_gone = &trainer->host_is_gone;
+    int result = node_live(trainer);
+    if (node->is_alone) print_totals(node->net);
+    if (result == 0) return 0;
+    if (!node->ended) node_say_goodbye(node);
     return -1;
 }
 
@@ -7859,6 +7982,7 @@ typedef struct {
     uint32_t node;
     char endpoint[NET_ENDPOINT], key[NET_KEY];
     json_t *report;
+    json_t *totals; // what it had sent and received when it last said so (totals_to_json)
     json_t **steps; // (PACE_STEPS) asynchronous: what it has said of steps that not all are through with
     int64_t had;    // the last snapshot whose factors it has
 } Contact;
@@ -7872,6 +7996,7 @@ typedef struct {
     Contact *contacts;
     int n_contacts;
     uint32_t next_node, epoch;
+    double watched, grace; // when members were looked at last; until when nobody is given up
     int turn;
     RunPhase phase;
     int64_t gate;        // the last that was opened
@@ -7897,7 +8022,8 @@ typedef struct {
     // shards on their way
     int64_t saving;        // step, -1: none
     unsigned char *shards; // (roles) ShardState
-    json_t *anchor;        // the anchor's state, as run.json has it
+    json_t *anchor;        // the anchor's state in the checkpoint `restored`, as run.json has it; NULL: it has none
+    json_t *next_anchor;   // in the one that is being made
     json_t *saved;         // run.json
     char scratch[PATH_MAX];
     // the thread that has a cell
@@ -8035,7 +8161,11 @@ static int admit_node(Coordinator *c, const NetEvent *event) {
     memcpy(contact->key, event->public_key, sizeof contact->key);
     snprintf(host, sizeof host, "%s", event->text);
     if (event->port > 0) snprintf(contact->endpoint, sizeof contact->endpoint, "tcp://%.240s:%d", host, event->port);
-    if (net_admit(c->net, event->from, id) || membership_add(&c->members, id) == NULL || give_roles(c)) return -1;
+    if (net_admit(c->net, event->from, id)) {
+        c->n_contacts--;
+        return net_refuse(c->net, event->from, "the coordinator takes no more nodes");
+    }
+    if (membership_add(&c->members, id) == NULL || give_roles(c)) return -1;
     const Member *member = membership_find(&c->members, id);
     run_clear_line(&c->trainer->run);
     printf("node %u from %s: %s\n", id, host,
@@ -8093,6 +8223,13 @@ static json_t *place_source(const Coordinator *c, const Member *member, int lead
     return from;
 }
 
+// 1 if the anchor that is to be placed has factors: it has been in the run, or a checkpoint has them.
+static int anchor_has_factors(const Coordinator *c) {
+    const Member *member = membership_of_role(&c->members, membership_cells(&c->members));
+    if (member != NULL && member->stands) return c->deliveries > 0;
+    return c->restored >= 0 && json_integer_value(json_object_get(c->anchor, "deliveries")) > 0;
+}
+
 // Begins an epoch at the step at which the run is: with all whole replicas, and the anchor if it is there.
 static int place_all(Coordinator *c) {
     const Trainer *trainer = c->trainer;
@@ -8123,7 +8260,7 @@ static int place_all(Coordinator *c) {
                       "adam_steps", (json_int_t)p->adam_steps, "tokens", (json_int_t)p->tokens, "begun", begun,
                       "launched", (json_int_t)(c->exact ? c->launched : -1), "living", living_to_json(c), "nodes",
                       nodes_to_json(c), "from", place_source(c, member, lead), "has_anchor", anchor, "factors",
-                      anchor && c->deliveries > 0, "exact", c->exact);
+                      anchor && anchor_has_factors(c), "exact", c->exact);
         result = send_order(c->net, member->node, order);
     }
     c->exact = 0;
@@ -8193,7 +8330,13 @@ static int rewind_run(Coordinator *c) {
     c->deliveries = (int)json_integer_value(json_object_get(c->anchor, "deliveries"));
     c->exact = 1, c->stops = 0;
     c->members.needs_anchor = trainer->anchored && trainer->opts.codec == CODEC_KLT;
-    for (int i = 0; i < c->members.n; i++) c->members.members[i].stands = 0;
+    for (int i = 0; i < c->members.n; i++) {
+        Member *member = &c->members.members[i];
+        member->stands = 0;
+        if (member->role != membership_cells(&c->members) || member->state != MEMBER_READY) continue;
+        member->state = MEMBER_LOADING; // it is to begin anew too
+        if (send_order(c->net, member->node, setup_order(c, member->role))) return -1;
+    }
     json_decref(c->line);
     c->line = NULL;
     fclose(trainer->run.log);
@@ -8271,12 +8414,15 @@ static int find_wanted(Coordinator *c, const Member *member, const char *what, c
     return error_set("node %u wants a file '%.40s'", member->node, what);
 }
 
+static int lose_member(Coordinator *c, uint32_t node, const char *reason);
+
 static int serve_file(Coordinator *c, const Member *member, const json_t *wish) {
     char path[PATH_MAX];
     const char *what = json_string_value(json_object_get(wish, "what"));
     uint64_t channel = (uint64_t)json_integer_value(json_object_get(wish, "channel"));
-    if (find_wanted(c, member, what != NULL ? what : "", path)) return -1;
-    return net_send_file(c->net, member->node, channel, path);
+    if (find_wanted(c, member, what != NULL ? what : "", path) || net_send_file(c->net, member->node, channel, path))
+        return lose_member(c, member->node, error_message);
+    return 0;
 }
 
 // --- Gates
@@ -8421,11 +8567,21 @@ static int all_have_factors(const Coordinator *c, int64_t *snapshot) {
     return all && any;
 }
 
+// Whether a cell knows that the snapshot at work gives no factors.
+static int any_skips(const Coordinator *c) {
+    int any = 0;
+    for (int r = 0; r < c->members.n_replicas; r++)
+        for (int s = 0; s < c->members.n_stages; s++)
+            any = any || json_is_true(json_object_get(report_of(c, r, s), "skipped"));
+    return any;
+}
+
 static json_t *close_factors(Coordinator *c, int64_t gate) {
     int64_t snapshot = -1;
     int all = all_have_factors(c, &snapshot);
     json_t *go = go_order(c, gate, THEN_RUN);
     json_object_set_new(go, "deliver", json_boolean(all));
+    json_object_set_new(go, "skip", json_boolean(!all && any_skips(c)));
     if (all) c->launched = snapshot, c->deliveries++, c->members.needs_anchor = 0;
     return go;
 }
@@ -8442,8 +8598,7 @@ static int expect_shard(Coordinator *c, const Member *member, const char *folder
         return -1;
     c->shards[member->role] = SHARD_DUE;
     return net_expect_file(c->net, member->node,
-                           channel_number(CHANNEL_STATE, member->role, 0, (int)(step & (CHANNEL_TAGS - 1))), path,
-                           any_size);
+                           channel_number(CHANNEL_STATE, member->role, 0, save_tag(c->epoch, step)), path, any_size);
 }
 
 // Where the cells stand that have reported at a gate between two steps.
@@ -8453,6 +8608,16 @@ static void take_position(Coordinator *c) {
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         trainer->outer.begun[f] = json_integer_value(json_array_get(begun, (size_t)f));
     c->launched = json_integer_value(json_object_get(lead, "launched"));
+}
+
+// What cells have sent and received up to such a gate.
+static void take_totals(Coordinator *c) {
+    for (int i = 0; i < c->n_contacts; i++) {
+        json_t *totals = json_object_get(c->contacts[i].report, "net");
+        if (!json_is_array(totals)) continue;
+        json_decref(c->contacts[i].totals);
+        c->contacts[i].totals = json_incref(totals);
+    }
 }
 
 // All cells are ready to give their shards: says whether they do.
@@ -8470,13 +8635,13 @@ static json_t *close_save(Coordinator *c, int64_t gate) {
     if (!finite) result = error_set("step %lld: a weight is not finite; not saved", (long long)step);
     if (result == 0) result = checkpoint_begin(folder, trainer->run.path, step);
     memset(c->shards, SHARD_NONE, (size_t)membership_roles(&c->members));
+    json_decref(c->next_anchor);
+    c->next_anchor = NULL;
     for (int i = 0; i < c->members.n && result == 0; i++) {
         const Member *member = &c->members.members[i];
         if (member->state != MEMBER_RUNNING) continue;
         result = expect_shard(c, member, folder, step);
         if (result == 0 && !member_is_cell(c, member)) {
-            json_decref(c->anchor);
-            c->anchor = NULL;
             result = send_order(c->net, member->node,
                                 json_pack("{s:s, s:I, s:I}", "type", "save", "step", (json_int_t)step, "launched",
                                           (json_int_t)c->launched));
@@ -8527,7 +8692,7 @@ static int end_save(Coordinator *c) {
     int lead = saved_replica(c);
     c->saving = -1;
     if (lead < 0) return error_set("step %lld: the cells that were to be saved are lost", (long long)step);
-    if (c->anchor != NULL) json_object_set(c->saved, "anchor", c->anchor);
+    if (c->next_anchor != NULL) json_object_set(c->saved, "anchor", c->next_anchor);
     char *text = json_dumps(c->saved, JSON_INDENT(1));
     int result = text != NULL ? checkpoint_path(folder, trainer->run.path, step, ".tmp") : -1;
     if (result == 0) result = path_join(path, folder, "model.bin");
@@ -8540,6 +8705,8 @@ static int end_save(Coordinator *c) {
     if (result == 0) result = checkpoint_commit(trainer->run.path, step);
     if (result == 0) {
         trainer->run.saved_step = step, c->restored = step;
+        json_decref(c->anchor);
+        c->anchor = c->next_anchor, c->next_anchor = NULL;
         checkpoint_sweep(trainer->run.path, trainer->opts.keep);
     }
     return result;
@@ -8584,6 +8751,14 @@ static int then_now(const Coordinator *c) {
     return c->stops ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN;
 }
 
+// Lets nobody wait for a coordinator that has failed. error_message stays.
+static void give_up_run(Coordinator *c) {
+    char reason[ERROR_MAX];
+    memcpy(reason, error_message, sizeof reason);
+    finish_run(c, reason);
+    memcpy(error_message, reason, sizeof reason);
+}
+
 static int open_gate(Coordinator *c, int64_t gate) {
     int kind = (int)(gate % GATES);
     if ((kind == GATE_SAVE || kind == GATE_HOLD) && c->saving >= 0) { // the last one first
@@ -8599,6 +8774,7 @@ static int open_gate(Coordinator *c, int64_t gate) {
     int saves = kind != GATE_SAVE || json_is_true(json_object_get(go, "save"));
     c->gate = gate, c->waits = -1;
     if (kind == GATE_HOLD) take_position(c);
+    if (kind == GATE_HOLD || kind == GATE_SAVE) take_totals(c);
     clear_reports(c);
     if (order_all(c, go, 1)) return -1;
     if (kind == GATE_HOLD) return place_all(c);
@@ -8609,7 +8785,7 @@ static int shard_is_here(Coordinator *c) {
     int anchor = membership_cells(&c->members), due = 0;
     for (int i = 0; i < membership_roles(&c->members); i++) due |= c->shards[i] == SHARD_DUE;
     if (c->saving < 0 || due) return 0;
-    if (c->members.anchored && c->shards[anchor] == SHARD_HERE && c->anchor == NULL) return 0;
+    if (c->members.anchored && c->shards[anchor] == SHARD_HERE && c->next_anchor == NULL) return 0;
     int stops = c->stops && c->saving == c->trainer->progress.step, result = end_save(c);
     if (result != 0 && !stops) {
         run_clear_line(&c->trainer->run);
@@ -8698,7 +8874,8 @@ static int member_reports(Coordinator *c, Member *member, json_t *report) {
 // Shards of a replica, or the anchor's, that will not come any more.
 static void give_up_shards(Coordinator *c, int first, int n) {
     for (int role = first; role < first + n && c->saving >= 0; role++)
-        if (c->shards[role] == SHARD_DUE) c->shards[role] = SHARD_NONE;
+        if (c->shards[role] == SHARD_DUE || (role == membership_cells(&c->members) && c->next_anchor == NULL))
+            c->shards[role] = SHARD_NONE;
 }
 
 // Nobody is in the run any more: what is left of it waits to be placed.
@@ -8712,6 +8889,8 @@ static int stand_down(Coordinator *c) {
     }
     if (c->saving >= 0 && checkpoint_path(folder, c->trainer->run.path, c->saving, ".tmp") == 0)
         file_remove_folder(folder);
+    json_decref(c->next_anchor);
+    c->next_anchor = NULL;
     c->saving = c->waits = -1, c->holds = 0, c->phase = RUN_FORMING;
     clear_reports(c);
     return 0;
@@ -8767,10 +8946,14 @@ static int lose_member(Coordinator *c, uint32_t node, const char *reason) {
     return try_begin(c);
 }
 
-// Looks who has not been heard of for too long.
+// Looks who has not been heard of for too long. Should this process itself have stood still, others get their time
+// anew.
 static int watch_members(Coordinator *c) {
     char reason[64];
-    double limit = (double)c->trainer->opts.peer_timeout;
+    double limit = (double)c->trainer->opts.peer_timeout, now = seconds();
+    if (now - c->watched > 0.5 * limit) c->grace = now + limit;
+    c->watched = now;
+    if (now < c->grace) return 0;
     for (int i = 0; i < c->members.n; i++) {
         NetStatus status;
         if (net_status(c->net, c->members.members[i].node, &status)) continue;
@@ -8815,8 +8998,12 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
         return grant_factors(c);
     }
     if (strcmp(type, "validation") == 0) take_validation(c, about);
-    if (strcmp(type, "skip") == 0) {
-        return order_all(c, json_pack("{s:s, s:O}", "type", "skip", "snapshot", json_object_get(about, "snapshot")), 1);
+    if (strcmp(type, "skip") == 0 && member->state == MEMBER_RUNNING) {
+        return order_all(c,
+                         json_pack("{s:s, s:I, s:I}", "type", "skip", "replica",
+                                   json_integer_value(json_object_get(about, "replica")), "after",
+                                   json_integer_value(json_object_get(about, "after"))),
+                         1);
     }
     if (strcmp(type, "factors") == 0) {
         c->factor_bytes += json_integer_value(json_object_get(about, "bytes"));
@@ -8824,8 +9011,10 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
         c->factors = json_pack("{s:O, s:O, s:O}", "snapshot", json_object_get(about, "snapshot"), "loss",
                                json_object_get(about, "loss"), "seconds", json_object_get(about, "seconds"));
     }
-    if (strcmp(type, "anchor") == 0 && c->saving >= 0) {
-        c->anchor = json_incref(json_object_get(about, "anchor"));
+    int of_this = json_integer_value(json_object_get(about, "step")) == (json_int_t)c->saving;
+    if (strcmp(type, "anchor") == 0 && c->saving >= 0 && of_this && !member_is_cell(c, member)) {
+        json_decref(c->next_anchor);
+        c->next_anchor = json_incref(json_object_get(about, "anchor"));
         return shard_is_here(c);
     }
     return 0;
@@ -8848,7 +9037,7 @@ static int take_event(Coordinator *c, NetEvent *event) {
     } else if (event->kind == NET_FILE) {
         Channel channel = channel_parts(event->channel);
         int is_due = c->saving >= 0 && channel.from < membership_roles(&c->members) &&
-                     channel.tag == (int)(c->saving & (CHANNEL_TAGS - 1)) && c->shards[channel.from] == SHARD_DUE;
+                     channel.tag == save_tag(c->epoch, c->saving) && c->shards[channel.from] == SHARD_DUE;
         if (is_due) c->shards[channel.from] = SHARD_HERE;
         if (is_due) result = shard_is_here(c);
     } else if (member != NULL && event->kind == NET_FILE_FAILED) {
@@ -8856,6 +9045,21 @@ static int take_event(Coordinator *c, NetEvent *event) {
     }
     free(event->data);
     return result;
+}
+
+// The last line of the log: bytes and frames (totals_to_json) of the coordinator, and of nodes up to the last
+// checkpoint.
+static void log_network(Coordinator *c) {
+    json_t *nodes = json_object();
+    char name[16];
+    for (int i = 0; i < c->n_contacts; i++) {
+        snprintf(name, sizeof name, "%u", c->contacts[i].node);
+        if (c->contacts[i].totals != NULL) json_object_set(nodes, name, c->contacts[i].totals);
+    }
+    run_append(&c->trainer->run,
+               json_pack("{s:s, s:o, s:o}", "type", "network", "coordinator", totals_to_json(c->net), "nodes", nodes));
+    run_clear_line(&c->trainer->run);
+    print_totals(c->net);
 }
 
 static int coordinate(Coordinator *c) {
@@ -8869,6 +9073,7 @@ static int coordinate(Coordinator *c) {
         if (interrupts > 0 && c->phase != RUN_GOING) return error_set("stopped before the run had begun");
     }
     flush_line(c);
+    log_network(c);
     return 0;
 }
 
@@ -8884,11 +9089,19 @@ static void *guest_thread(void *context) {
     return NULL;
 }
 
+// 1 for an endpoint that is bound to all addresses of the machine.
+static int is_everywhere(const char *endpoint) {
+    return strstr(endpoint, "//0.0.0.0:") != NULL || strstr(endpoint, "//*:") != NULL;
+}
+
 // Lets this process join its own run.
 static int invite_guest(Coordinator *c) {
     char endpoint[NET_ENDPOINT];
-    const char *port = strrchr(net_endpoint(c->net), ':');
-    snprintf(endpoint, sizeof endpoint, "tcp://127.0.0.1%s", port != NULL ? port : "");
+    const char *bound = net_endpoint(c->net), *port = strrchr(bound, ':');
+    if (is_everywhere(bound))
+        snprintf(endpoint, sizeof endpoint, "tcp://127.0.0.1%s", port != NULL ? port : "");
+    else
+        snprintf(endpoint, sizeof endpoint, "%s", bound);
     c->guest = (Trainer *)calloc(1, sizeof(Trainer));
     if (c->guest == NULL) return error_set("out of memory for a cell");
     if (net_token_print(c->token, sizeof c->token, &c->keys, endpoint)) return -1;
@@ -8907,7 +9120,7 @@ static int host_seen(char *out, const char *endpoint) {
     char address[64] = "127.0.0.1";
     const char *port = strrchr(endpoint, ':');
     struct ifaddrs *list = NULL;
-    if (strstr(endpoint, "//0.0.0.0:") == NULL && strstr(endpoint, "//*:") == NULL) {
+    if (!is_everywhere(endpoint)) {
         snprintf(out, NET_ENDPOINT, "%s", endpoint);
         return 0;
     }
@@ -8947,16 +9160,21 @@ static void say_goodbye(const Coordinator *c) {
 static void coordinator_free(Coordinator *c) {
     if (c->net != NULL) say_goodbye(c);
     if (c->net != NULL) net_close(c->net);
+    if (c->has_thread) __atomic_store_n(&c->guest->host_is_gone, 1, __ATOMIC_RELEASE);
     if (c->has_thread) pthread_join(c->thread, NULL);
     clear_reports(c);
     clear_steps(c);
-    for (int i = 0; i < c->n_contacts; i++) free(c->contacts[i].steps);
+    for (int i = 0; i < c->n_contacts; i++) {
+        free(c->contacts[i].steps);
+        json_decref(c->contacts[i].totals);
+    }
     free(c->contacts);
     free(c->stage_gate);
     free(c->guest);
     json_decref(c->line);
     json_decref(c->factors);
     json_decref(c->anchor);
+    json_decref(c->next_anchor);
     json_decref(c->saved);
     membership_free(&c->members);
     free(c->shards);
@@ -9013,7 +9231,10 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     c->stage_gate = (int64_t *)calloc((size_t)c->members.n_stages, sizeof(int64_t));
     int result = c->shards == NULL || c->stage_gate == NULL ? error_set("out of memory for the coordinator")
                                                             : open_house(c, resume);
-    if (result == 0) result = coordinate(c);
+    if (result == 0) {
+        result = coordinate(c);
+        if (result != 0) give_up_run(c);
+    }
     coordinator_free(c);
     free(c);
     if (run->log != NULL) fclose(run->log);

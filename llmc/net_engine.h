@@ -105,7 +105,10 @@ static inline int net_pump(Net *net, NetNode *node, int stream) {
         return 0;
     }
     if (net_put(net, carrier, lane, &message)) return 0;
-    if (out->cursor == out->end) node->status.payload_up += frame.piece_bytes;
+    if (out->cursor == out->end) {
+        node->status.payload_up += frame.piece_bytes;
+        net->totals.payload_up += frame.piece_bytes;
+    }
     node_count_up(node, node->route, FRAME_HEADER + frame.piece_bytes);
     sender_sent(out, net->now);
     return 1;
@@ -224,7 +227,7 @@ static inline void net_data(Net *net, NetNode *node, const Frame *frame, const u
         net_tell_intruder(net, node->id, node->status.address, error_message);
         return;
     }
-    node->status.payload_down += frame->piece_bytes;
+    node->status.payload_down += frame->piece_bytes, net->totals.payload_down += frame->piece_bytes;
     node->moved_at = net->now;
     if (taken == 1 && frame->stream == FRAME_FILES) net_file_arrived(net, node);
     if (taken == 1 && frame->stream != FRAME_FILES) net_message_arrived(net, node, frame->stream);
@@ -511,6 +514,10 @@ static inline int net_receive(void *socket, unsigned char *id, zmq_msg_t *messag
     return -1;
 }
 
+static inline void net_count_down(Net *net, zmq_msg_t *message) {
+    net->totals.wire_down += (int64_t)zmq_msg_size(message), net->totals.frames_down++;
+}
+
 static inline int net_read_router(Net *net) {
     unsigned char id[NET_ID];
     zmq_msg_t message;
@@ -519,6 +526,7 @@ static inline int net_read_router(Net *net) {
         got = net_receive(net->router, id, &message);
         if (got < 0) net_tell_intruder(net, NET_NOBODY, "a connection", "a message of another form");
         if (got != 1) continue;
+        net_count_down(net, &message);
         if (net->is_host)
             net_from_joiner(net, id, &message);
         else
@@ -536,6 +544,7 @@ static inline int net_read_lane(Net *net, uint32_t node_id, int lane) {
         if (node == NULL || node->lanes[lane].socket == NULL) break;
         got = net_receive(node->lanes[lane].socket, NULL, &message);
         if (got != 1) continue;
+        net_count_down(net, &message);
         if (node->id == 0)
             net_from_coordinator(net, node, &message);
         else
@@ -802,6 +811,7 @@ static inline void net_publish_node(Net *net, NetNode *node, NetLine *line) {
 
 static inline void net_publish(Net *net) {
     pthread_mutex_lock(&net->lock);
+    net->totals_shared = net->totals;
     for (int i = 0; i < net->n_nodes; i++) {
         NetLine *line = net_line(net, net->nodes[i]->id);
         if (line != NULL && line->life == net->nodes[i]->life) net_publish_node(net, net->nodes[i], line);

@@ -131,6 +131,7 @@ struct Net {
     int n_lines, room_for_lines;
     uint32_t lives, generation;
     uint64_t progress_shared;
+    NetTotals totals_shared;
     int64_t inbox_bytes;
     int inbox_was_full, stopping, woken;
     char failure[ERROR_MAX]; // of the thread, "": none
@@ -142,6 +143,7 @@ struct Net {
     int n_guests;
     uint32_t next_handle, self;
     uint64_t epoch, progress, nonce;
+    NetTotals totals;
     double now, next_beat, next_hello, admitted_at; // next_hello 0: none
     int monitors;
     char accepted_from[64];

@@ -123,6 +123,11 @@ static inline int net_status(Net *net, uint32_t id, NetStatus *status) {
     return error_set("%s", NET_NONE);
 }
 
+static inline void net_totals(Net *net, NetTotals *totals) {
+    (void)net;
+    memset(totals, 0, sizeof *totals);
+}
+
 static inline int64_t net_queued(Net *net, uint32_t to) {
     (void)net, (void)to;
     return 0;

@@ -220,15 +220,23 @@ static inline void lane_block(NetLane *lane, double now, int error) {
     lane->retry_at = now + lane->wait;
 }
 
+static inline void net_count_up(Net *net, int64_t n_bytes) {
+    net->totals.wire_up += n_bytes, net->totals.frames_up++;
+}
+
 // Sends a message (taken over in any case) to the connection `lane` of who has the base. 0, or -1: not now.
 static inline int net_put_routed(Net *net, const unsigned char *base, int lane, zmq_msg_t *message) {
     unsigned char id[NET_ID];
     id[0] = (unsigned char)net_lane_letters[lane];
     memcpy(id + 1, base, NET_BASE);
+    int64_t n_bytes = (int64_t)zmq_msg_size(message);
     int failed = zmq_send(net->router, id, sizeof id, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0 ||
                  zmq_msg_send(message, net->router, ZMQ_DONTWAIT) < 0;
     int error = zmq_errno();
-    if (failed) zmq_msg_close(message);
+    if (failed)
+        zmq_msg_close(message);
+    else
+        net_count_up(net, n_bytes);
     errno = error;
     return failed ? -1 : 0;
 }
@@ -237,9 +245,13 @@ static inline int net_put_routed(Net *net, const unsigned char *base, int lane, 
 static inline int net_put(Net *net, NetNode *node, int lane, zmq_msg_t *message) {
     NetLane *l = &node->lanes[lane];
     int result = -1;
+    int64_t n_bytes = (int64_t)zmq_msg_size(message);
     if (l->socket != NULL) {
         result = zmq_msg_send(message, l->socket, ZMQ_DONTWAIT) < 0 ? -1 : 0;
-        if (result != 0) zmq_msg_close(message);
+        if (result != 0)
+            zmq_msg_close(message);
+        else
+            net_count_up(net, n_bytes);
     } else if (node->has_base && net->router != NULL) {
         result = net_put_routed(net, node->base, lane, message);
     } else {
