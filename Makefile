@@ -174,7 +174,7 @@ bench: setup
 
 # Sanitizers of clang, one thread. What is found lies in build/: give it to the fuzzer as an argument.
 FUZZ_SECONDS ?= 20
-FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans
+FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans build/fuzz_status
 build/fuzz_%: dev/fuzz/%.c dev/fuzz/fuzz.h $(HEADERS) Makefile
 	@mkdir -p build
 	clang -std=c11 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(BASE) -Wno-pass-failed $< -o $@ $(LIBS)

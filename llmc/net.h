@@ -382,6 +382,13 @@ static inline int net_status(Net *net, uint32_t id, NetStatus *status) {
     return line != NULL ? 0 : error_set("network: node %u is not known (any more)", id);
 }
 
+// What all connections have carried together.
+static inline void net_total(Net *net, NetTotal *total) {
+    pthread_mutex_lock(&net->lock);
+    *total = net->total;
+    pthread_mutex_unlock(&net->lock);
+}
+
 // Bytes given to net_send and net_send_file for a node that have not arrived; 0 if it is not known.
 static inline int64_t net_queued(Net *net, uint32_t to) {
     pthread_mutex_lock(&net->lock);

@@ -380,7 +380,13 @@ static inline void net_from_joiner(Net *net, const unsigned char *id, zmq_msg_t 
 // ---------------------------------------------------------------------------------------------------------------------
 // A joiner's side
 
+static inline void net_total_add(NetTotal *total, const NetStatus *status) {
+    total->up += status->wire_up, total->down += status->wire_down;
+    total->relayed += status->relayed_up + status->relayed_down;
+}
+
 static inline void net_remove_node(Net *net, NetNode *node) {
+    net_total_add(&net->gone, &node->status);
     for (int lane = 0; lane < NET_LANES; lane++) net_hang_up(node, lane);
     node_free_streams(node);
     for (int i = 0; i < net->n_nodes; i++)
@@ -397,6 +403,7 @@ static inline void net_renew(Net *net, NetNode *node) {
         receiver_init(&node->in[c]);
     }
     node->ways[WAY_DIRECT].stamp = 0, node->ways[WAY_DIRECT].echoed = 0.0; // its clock may be another one
+    net_total_add(&net->gone, &node->status);
     memset(&node->status, 0, offsetof(NetStatus, route));
     node->created = node->moved_at = node->progress_at = node->ticked_at = net->now;
     node->ticked_up = node->ticked_down = node->done = 0;
@@ -801,7 +808,16 @@ static inline void net_publish_node(Net *net, NetNode *node, NetLine *line) {
 }
 
 static inline void net_publish(Net *net) {
+    NetTotal total = net->gone;
+    for (int i = 0; i < net->n_nodes; i++) {
+        const NetNode *node = net->nodes[i];
+        net_total_add(&total, &node->status);
+        total.up_rate += node->status.up_rate, total.down_rate += node->status.down_rate;
+        if (node->id != 0) total.n_direct += node->route == NET_ROUTE_DIRECT;
+        if (node->id != 0) total.n_relayed += node->route == NET_ROUTE_RELAY;
+    }
     pthread_mutex_lock(&net->lock);
+    net->total = total;
     for (int i = 0; i < net->n_nodes; i++) {
         NetLine *line = net_line(net, net->nodes[i]->id);
         if (line != NULL && line->life == net->nodes[i]->life) net_publish_node(net, net->nodes[i], line);

@@ -133,6 +133,7 @@ struct Net {
     uint64_t progress_shared;
     int64_t inbox_bytes;
     int inbox_was_full, stopping, woken;
+    NetTotal total;
     char failure[ERROR_MAX]; // of the thread, "": none
 
     // the thread's
@@ -149,7 +150,8 @@ struct Net {
     uint32_t intruder;
     int intruders_hidden;
     char intruder_text[NET_TEXT];
-    int turn; // whose bulk goes first
+    int turn;      // whose bulk goes first
+    NetTotal gone; // of nodes that are no more
 };
 
 // Seconds of a clock that only goes forward; never 0.

@@ -34,6 +34,11 @@ static inline int net_token_parse(NetToken *token, const char *text) {
     return error_set("%s", NET_NONE);
 }
 
+static inline int net_write_private(const char *path, const char *text) {
+    (void)path, (void)text;
+    return error_set("%s", NET_NONE);
+}
+
 static inline Net *net_host(const char *endpoint, const NetKeys *keys, const NetLimits *limits) {
     (void)endpoint, (void)keys, (void)limits;
     error_set("%s", NET_NONE);
@@ -121,6 +126,11 @@ static inline int net_status(Net *net, uint32_t id, NetStatus *status) {
     (void)net, (void)id;
     memset(status, 0, sizeof *status);
     return error_set("%s", NET_NONE);
+}
+
+static inline void net_total(Net *net, NetTotal *total) {
+    (void)net;
+    memset(total, 0, sizeof *total);
 }
 
 static inline int64_t net_queued(Net *net, uint32_t to) {

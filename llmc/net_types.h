@@ -84,4 +84,12 @@ typedef struct {
     char address[NET_TEXT];
 } NetStatus;
 
+// What all connections of this process have carried together, also to nodes that are gone. Of the coordinator's,
+// `relayed` is what it forwarded, counted as it came and as it went.
+typedef struct {
+    int64_t up, down, relayed; // bytes on the wire; relayed is a part of the others
+    double up_rate, down_rate; // bytes/s
+    int n_direct, n_relayed;   // nodes that are reached on a way of their own, and through the coordinator
+} NetTotal;
+
 #endif
