@@ -37,7 +37,7 @@ ZMQ_LIBS := -lzmq
 BASE += $(ZMQ_FLAGS)
 LIBS += $(ZMQ_LIBS)
 endif
-HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h dev/net_tests.h
+HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h dev/net_tests.h dev/status_tests.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
 SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bowl.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
     $(wildcard dev/fuzz/*)

@@ -5758,7 +5758,7 @@ static void print_step(Trainer *trainer, const StepResult *result, double tok_s,
              (long long)trainer->n_steps, result->loss, (double)result->lr, result->grad_norm, tok_s, eta / 3600,
              eta / 60 % 60, eta % 60);
     if (run->terminal) {
-        printf("\r\033[K%s", line);
+        printf("\r\033[K\033[?7l%s\033[?7h", line); // what is too long is cut, not wrapped
         run->live = 1;
     } else {
         printf("%s\n", line);
@@ -8313,8 +8313,8 @@ static void draw_run(Run *run, const MeshView *view) {
     struct winsize size;
     int known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 0 && size.ws_col > 0;
     if (!run->live)
-        printf("\r\033[Kstep %lld/%lld  %s: %d nodes, %d roles", (long long)view->step, (long long)view->n_steps,
-               view->phase, view->n_cells, view->n_roles);
+        printf("\r\033[K\033[?7lstep %lld/%lld  %s: %d nodes, %d roles\033[?7h", (long long)view->step,
+               (long long)view->n_steps, view->phase, view->n_cells, view->n_roles);
     run->live = 1;
     view_table(stdout, view, known ? size.ws_row - 1 : 23, known ? size.ws_col : 80);
     fflush(stdout);
