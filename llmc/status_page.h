@@ -25,7 +25,7 @@
 
 #include "error.h"
 
-enum { STATUS_CLIENTS = 16, STATUS_REQUEST = 8192, STATUS_DRAIN = 1 << 16 };
+enum { STATUS_CLIENTS = 16, STATUS_QUEUE = 64 /* of the kernel */, STATUS_REQUEST = 8192, STATUS_DRAIN = 1 << 16 };
 #ifdef TESTING
 #define STATUS_SECONDS 0.5
 #else
@@ -267,7 +267,7 @@ static inline int status_listen(StatusPage *page, const char *address, int port)
     for (const struct addrinfo *at = list; at != NULL && page->listener < 0; at = at->ai_next) {
         int fd = socket(at->ai_family, at->ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, at->ai_protocol);
         if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-        if (fd >= 0 && bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, STATUS_CLIENTS) == 0) {
+        if (fd >= 0 && bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, STATUS_QUEUE) == 0) {
             page->listener = fd;
         } else {
             failure = errno;
