@@ -1,10 +1,10 @@
 #!/bin/sh
-# A mesh on a Slurm cluster: one process a cell, started by srun. `sbatch scripts/slurm.sh`, after you have set the lines
-# below to your cluster.
+# A mesh on a Slurm cluster: one process a cell, started by srun. `sbatch scripts/slurm.sh`, after you have set the
+# lines below to your cluster.
 #
-# What must fit together: --ntasks is the number of cells, replicas x stages (-x, -y), the anchor's stages counted as one
-# process: -x 2 -y 2 without compression has 4 cells; -x 3 -y 2 -p 0.95 has 2 fast replicas of 2 stages and the anchor,
-# 5. The program says so in one line if it does not.
+# What must fit together: --ntasks is the number of cells, replicas x stages (-x, -y), and 1 for the anchor: -x 2 -y 2
+# without compression has 4; -x 3 -y 2 -p 0.95 has 2 fast replicas of 2 stages and the anchor, 5. The program says so in
+# one line if it does not.
 #
 # Every task runs the same command. Task 0 hosts the run and has a cell; it writes the token into $RUN/join, readable
 # for you only, and the others wait for it there: $RUN must be on a file system that all nodes see. No port is chosen
