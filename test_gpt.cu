@@ -8622,6 +8622,7 @@ static void test_processes_resume(void) {
 
 #include "dev/net_tests.h"
 #endif
+#include "dev/status_tests.h"
 
 static const struct {
     const char *name;
@@ -8760,6 +8761,15 @@ static const struct {
     {"link", test_link},
     {"clock", test_clock},
     {"mesh_defaults", test_mesh_defaults},
+    {"status_texts", test_status_texts},
+    {"status_metrics", test_status_metrics},
+    {"status_request", test_status_request},
+    {"status_page", test_status_page},
+    {"status_slow", test_status_slow},
+    {"launch", test_launch},
+#ifdef WITH_ZMQ
+    {"launch_run", test_launch_run},
+#endif
     {"mesh_clock", test_mesh_clock},
     {"codec_runs", test_codec_runs},
     {"codec_study", test_codec_study},
