@@ -37,7 +37,7 @@ ZMQ_LIBS := -lzmq
 BASE += $(ZMQ_FLAGS)
 LIBS += $(ZMQ_LIBS)
 endif
-HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h dev/net_tests.h
+HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h dev/net_tests.h dev/status_tests.h
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
 SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bowl.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
     $(wildcard dev/fuzz/*)
@@ -180,7 +180,7 @@ bench: setup
 
 # Sanitizers of clang, one thread. What is found lies in build/: give it to the fuzzer as an argument.
 FUZZ_SECONDS ?= 20
-FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans
+FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans build/fuzz_status
 build/fuzz_%: dev/fuzz/%.c dev/fuzz/fuzz.h $(HEADERS) Makefile
 	@mkdir -p build
 	clang -std=c11 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(BASE) -Wno-pass-failed $< -o $@ $(LIBS)

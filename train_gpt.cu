@@ -29,6 +29,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -46,9 +47,11 @@
 #include "llmc/file.h"
 #include "llmc/flow.h"
 #include "llmc/host_memory.h"
+#include "llmc/launch.h"
 #include "llmc/link.h"
 #include "llmc/meeting.h"
 #include "llmc/membership.h"
+#include "llmc/mesh_view.h"
 #include "llmc/model_file.h"
 #include "llmc/net.h"
 #include "llmc/optimizer.h"
@@ -58,6 +61,7 @@
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
 #include "llmc/schedule.h"
+#include "llmc/status_page.h"
 #include "llmc/tokenizer.h"
 #include "llmc/versions.h"
 
@@ -128,9 +132,9 @@ typedef struct {
     int dp, local_steps, fragments, overlap, powersgd_rank, probe, codec;
     int codec_coding, coder, klt_predict, anchor_use, schedule, no_stash;
     float klt_metric, klt_forward;
-    int no_cell, min_replicas;
+    int no_cell, min_replicas, status_port;
     float peer_timeout, anchor_timeout;
-    char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT];
+    char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT], status_address[CLI_TEXT];
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
@@ -228,6 +232,8 @@ static const Option option_table[] = {
 { "",   "min-replicas",  OPTION_INT,    FIELD(min_replicas), "0",    0,     MESH_MAX_REPLICAS, NULL, "--host: replicas that training begins with, the others may come later; 0 = all" },
 { "",   "peer-timeout",  OPTION_FLOAT,  FIELD(peer_timeout), "10",   1,     3600,   NULL, "--host: seconds without a word after which a process is given up" },
 { "",   "anchor-timeout", OPTION_FLOAT, FIELD(anchor_timeout), "600", 0,    1e9,    NULL, "--host: seconds without an anchor after which its last factors are not used any more" },
+{ "",   "status-port",   OPTION_INT,    FIELD(status_port),  "0",    0,     65535,  NULL, "--host: a page that shows the run, and /metrics for Prometheus, on this port; 0 = none" },
+{ "",   "status-address", OPTION_TEXT,  FIELD(status_address), "127.0.0.1", 0, 0,   NULL, "--status-port: where; all who reach it can look" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
@@ -1902,11 +1908,6 @@ typedef struct Node {
     int64_t open;                          // the last gate that is open
     json_t *go, *setup, *place, *save;     // orders that wait to be obeyed, the last of each kind
     int64_t lost_after[MESH_MAX_REPLICAS]; // a replica's snapshots after this one give no factors
-    int64_t granted;                       // asynchronous: the last snapshot whose factors all have
-    int64_t had;                           // the last whose are here
-    int64_t paced;                         // the last step that all cells are through with
-    int64_t halt_at;                       // the step at which all stand still, -1: none is known
-    int halt_then;                         // and what follows there
     int launched_from;                     // the replica that gave the snapshot at work, -1: not known
     int has_lost;            // the anchor's: replicas are lost, and the others do not know what it has of them
     int fetches;             // files asked for so far
@@ -1917,9 +1918,19 @@ typedef struct Node {
     int complained;          // that it does not answer
     int forgotten;           // by the coordinator
     int interrupted, ended;  // what is being done is of no use any more; the run is over, -1: has failed
+    // of an asynchronous run
+    int64_t granted; // the last snapshot whose factors all have
+    int64_t had;     // the last whose are here
+    int64_t paced;   // the last step that all cells are through with
+    int64_t halt_at; // the step at which all stand still, -1: none is known
+    int halt_then;   // and what follows there
     Parcels inbox, early;
-    json_t *wants;       // files that others wait for: [[node, channel]]
-    uint64_t works;      // grows with what is done, for the coordinator to see
+    json_t *wants;    // files that others wait for: [[node, channel]]
+    uint64_t works;   // grows with what is done, for the coordinator to see
+    double links_due; // when it is told next how links are used
+    NetToken token;   // as it was dialled
+    const char *token_text;
+    double token_due;    // when its file is looked at next
     int (*idle)(void *); // what can go on beside other work; -1: it has failed
     void *context;
     // of the run, as all nodes know it
@@ -2271,6 +2282,20 @@ static int node_is_left_alone(Node *node) {
     return now - node->heard > NODE_PATIENCE;
 }
 
+// Tells the coordinator once a second how this node's connections are used. It is only looked at: a failure is none.
+static void node_tell_links(Node *node) {
+    NetTotals total;
+    double now = seconds();
+    if (node->role < 0 || now < node->links_due) return;
+    node->links_due = now + 1.0;
+    net_totals(node->net, &total);
+    json_t *about =
+        json_pack("{s:s, s:I, s:I, s:I, s:f, s:f, s:i, s:i}", "type", "links", "up", (json_int_t)total.wire_up, "down",
+                  (json_int_t)total.wire_down, "relayed", (json_int_t)total.relayed, "up_rate", total.up_rate,
+                  "down_rate", total.down_rate, "direct", total.n_direct, "by_relay", total.n_relayed);
+    (void)send_order(node->net, NODE_COORDINATOR, about);
+}
+
 // Takes what has come; wait: at most a moment is waited for something. How many events, or -1.
 static int node_pump(Node *node, int wait) {
     NetEvent event;
@@ -2280,6 +2305,7 @@ static int node_pump(Node *node, int wait) {
     if (node->host_is_gone != NULL && __atomic_load_n(node->host_is_gone, __ATOMIC_ACQUIRE))
         return error_set("the coordinator has left");
     if (node_is_left_alone(node)) return error_set("the coordinator has been silent for %d s", NODE_PATIENCE);
+    node_tell_links(node);
     if (wait && net_wait(node->net, 1e-3 * NODE_WAIT_MS) < 0) return -1;
     while ((got = net_next(node->net, &event)) > 0) {
         n++;
@@ -3933,6 +3959,7 @@ typedef struct {
     Run run;
     Progress progress;
     Leading leading;
+    Launch launch;     // size 1: by hand
     struct Node *node; // as one process of several; NULL: the only one
     int host_is_gone;  // of a guest: the coordinator of this process has left
     // decided from the options, the model and the data
@@ -3945,7 +3972,7 @@ typedef struct {
 } Trainer;
 
 static void run_clear_line(Run *run) {
-    if (run->live) printf("\r\033[K");
+    if (run->live) printf("\r\033[J"); // and the table below it
     run->live = 0;
 }
 
@@ -5848,7 +5875,7 @@ static void print_step(Trainer *trainer, const StepResult *result, double tok_s,
              (long long)trainer->n_steps, result->loss, (double)result->lr, result->grad_norm, tok_s, eta / 3600,
              eta / 60 % 60, eta % 60);
     if (run->terminal) {
-        printf("\r\033[K%s", line);
+        printf("\r\033[K\033[?7l%s\033[?7h", line); // what is too long is cut, not wrapped
         run->live = 1;
     } else {
         printf("%s\n", line);
@@ -6202,7 +6229,7 @@ static int node_heed(Node *node, const json_t *go) {
     node->has_anchor = json_is_true(json_object_get(go, "anchor"));
     node->is_stale = json_is_true(json_object_get(go, "stale"));
     node->then = (int)json_integer_value(json_object_get(go, "then"));
-    int kind = (int)(json_integer_value(json_object_get(go, "gate")) % GATES);
+    int kind = (int)((json_integer_value(json_object_get(go, "gate")) + GATES) % GATES); // the first of a run is -1
     // Asynchronous stages go through these at different steps, and who leads must be the same for all.
     if (node->mesh->asynchronous && (kind < GATE_SAVE || kind == GATE_GRADIENTS)) return 0;
     return read_members(json_object_get(go, "living"), node->drawing, node->mesh->n_replicas);
@@ -7851,6 +7878,28 @@ static void trainer_free(Trainer *trainer) {
     node_free(trainer->node);
 }
 
+// Connects to the run of the node's token.
+static int node_dial(Trainer *trainer) {
+    Node *node = trainer->node;
+    const char *listen_at = trainer->opts.listen;
+    node->net = net_join(&node->token, strcmp(listen_at, "none") == 0 ? NULL : listen_at, NULL);
+    return node->net != NULL ? 0 : -1;
+}
+
+// Dials anew if the file of the token has another one by now: its coordinator was started again, or what was read was
+// left by an earlier one. Only before there is a setup; once a second.
+static int node_follow(Trainer *trainer) {
+    NetToken token;
+    Node *node = trainer->node;
+    double now = seconds();
+    if (node->token_text[0] != '@' || now < node->token_due) return 0;
+    node->token_due = now + 1.0;
+    if (net_token_parse(&token, node->token_text) || memcmp(&token, &node->token, sizeof token) == 0) return 0;
+    net_close(node->net);
+    node->token = token;
+    return node_dial(trainer);
+}
+
 // The mesh and all that belongs to it, so that another role can be taken.
 static void node_clear_out(Trainer *trainer) {
     Node *node = trainer->node;
@@ -7911,7 +7960,7 @@ static int node_live(Trainer *trainer) {
         else if (node->place != NULL && node->mesh != NULL)
             result = node_fill_place(trainer);
         else
-            result = node_pump(node, 1) < 0 ? -1 : 0;
+            result = (node->mesh == NULL && node_follow(trainer)) || node_pump(node, 1) < 0 ? -1 : 0;
     }
     return node->ended != 0 ? (node->ended > 0 ? 0 : -1) : result;
 }
@@ -7941,11 +7990,11 @@ static void print_totals(Net *net) {
 // Joins the run of a token.
 static int node_join(Trainer *trainer, const char *token_text) {
     NetToken token;
-    const Options *opts = &trainer->opts;
     if (check_joiner(trainer) || net_token_parse(&token, token_text)) return -1;
     Node *node = trainer->node = (Node *)calloc(1, sizeof(Node));
     if (node == NULL) return error_set("out of memory for a node");
-    node->role = -1, node->wants = json_array(), node->open = -1, node->is_alone = opts->join[0] != '\0';
+    node->role = -1, node->wants = json_array(), node->open = -1;
+    node->is_alone = trainer->opts.join[0] != '\0' || trainer->launch.size > 0;
     if (node->is_alone) catch_interrupts();
     node->carrier.send = node_carry, node->carrier.context = node;
     const char *temporary = getenv("TMPDIR");
@@ -7955,15 +8004,46 @@ static int node_join(Trainer *trainer, const char *token_text) {
         node->scratch[0] = '\0';
         return error_set("a folder for files on their way: mkdtemp: %s", strerror(reason));
     }
-    node->net = net_join(&token, strcmp(opts->listen, "none") == 0 ? NULL : opts->listen, NULL);
-    if (node->net == NULL) return -1;
+    node->token = token, node->token_text = token_text;
     for (int r = 0; r < CHANNEL_ROLES; r++) node->node_of[r] = NODE_NOBODY;
     node->heard = seconds(), node->host_is_gone = &trainer->host_is_gone;
-    int result = node_live(trainer);
-    if (node->is_alone) print_totals(node->net);
+    int result = node_dial(trainer) ? -1 : node_live(trainer);
+    if (node->is_alone && node->net != NULL) print_totals(node->net);
     if (result == 0) return 0;
-    if (!node->ended) node_say_goodbye(node);
+    if (node->net != NULL && !node->ended) node_say_goodbye(node);
     return -1;
+}
+
+// Waits until rank 0 has written its token to a file.
+static int wait_for_token(const Launch *launch, const char *text, double patience) {
+    const double until = seconds() + patience;
+    NetToken token;
+    while (net_token_parse(&token, text) != 0) {
+        if (seconds() >= until)
+            return error_set("%s started %d processes, and rank 0 has not written %s within %.0f s; is -o on a file "
+                             "system that all of them see?",
+                             launch->by, launch->size, text + 1, patience);
+        usleep(100000);
+    }
+    return 0;
+}
+
+// Joins as one of the processes of a launcher. All have the same command line: what is for the coordinator to say is
+// taken back.
+static int launch_join(Trainer *trainer) {
+    char path[PATH_MAX], text[PATH_MAX + 1];
+    const Launch *launch = &trainer->launch;
+    if (path_join(path, trainer->opts.out, "join")) return -1;
+    snprintf(text, sizeof text, "@%s", path);
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option *option = &option_table[i];
+        int keeps = 0;
+        for (int j = 0; joiner_options[j] != NULL; j++) keeps |= strcmp(joiner_options[j], option->name) == 0;
+        if (keeps || option->type == OPTION_LIST) continue;
+        trainer->given[i] = 0;
+        if (cli_set(option, &trainer->opts, option->fallback)) return -1;
+    }
+    return wait_for_token(launch, text, NODE_PATIENCE) ? -1 : node_join(trainer, text);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7985,9 +8065,11 @@ typedef struct {
     uint32_t node;
     char endpoint[NET_ENDPOINT], key[NET_KEY];
     json_t *report;
-    json_t *totals; // what it had sent and received when it last said so (totals_to_json)
-    json_t **steps; // (PACE_STEPS) asynchronous: what it has said of steps that not all are through with
-    int64_t had;    // the last snapshot whose factors it has
+    json_t *totals;  // what it had sent and received when it last said so (totals_to_json)
+    json_t **steps;  // (PACE_STEPS) asynchronous: what it has said of steps that not all are through with
+    int64_t had;     // the last snapshot whose factors it has
+    NetTotals links; // as it has told last
+    int has_links;
 } Contact;
 
 typedef struct {
@@ -8034,6 +8116,9 @@ typedef struct {
     int has_thread;
     Trainer *guest;
     char token[NET_TOKEN];
+    // what others see
+    StatusPage *page;                          // NULL: none
+    double loss, tok_s, member_tok_s, seen_at; // of the last step; of each of its replicas; when it was shown last
 } Coordinator;
 
 static int lose_member(Coordinator *c, uint32_t node, const char *reason);
@@ -8115,10 +8200,10 @@ static int order_all(Coordinator *c, json_t *order, int only_cells) {
 
 // The settings of the run and what a role needs to know.
 static json_t *setup_order(const Coordinator *c, int role) {
-    static const char *const own[] = {"model",        "init",           "data",     "val-data", "out",
-                                      "host",         "join",           "listen",   "resume",   "threads",
-                                      "gpus",         "anchor-threads", "generate", "export",   "coder",
-                                      "min-replicas", "no-cell",        "dry-run",  NULL};
+    static const char *const own[] = {
+        "model",   "init",    "data",        "val-data",       "out",      "host",   "join",  "listen",
+        "resume",  "threads", "gpus",        "anchor-threads", "generate", "export", "coder", "min-replicas",
+        "no-cell", "dry-run", "status-port", "status-address", NULL};
     const Trainer *trainer = c->trainer;
     json_t *options = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
     for (int i = 0; own[i] != NULL; i++) json_object_del(options, own[i]);
@@ -8536,6 +8621,7 @@ static json_t *close_step(Coordinator *c, int64_t gate) {
     p->step = step + 1, p->elapsed += took, p->adam_steps += result.skipped == 0, p->tokens += n_tokens;
     p->samples += n_tokens / trainer->T;
     double tok_s = (double)n_tokens / took;
+    c->loss = result.loss, c->tok_s = tok_s, c->member_tok_s = (double)trainer->opts.batch * trainer->T / took;
     print_step(trainer, &result, tok_s, c->step_seconds);
     if (result.skipped > 0) print_skipped(trainer, &result);
     c->skipped_in_a_row = result.skipped == 0 ? 0 : c->skipped_in_a_row + 1;
@@ -8725,14 +8811,6 @@ static int finish_run(Coordinator *c, const char *reason) {
     return 0;
 }
 
-// Lets nobody wait for a coordinator that has failed. error_message stays.
-static void give_up_run(Coordinator *c) {
-    char reason[ERROR_MAX];
-    memcpy(reason, error_message, sizeof reason);
-    finish_run(c, reason);
-    memcpy(error_message, reason, sizeof reason);
-}
-
 // 1 for a gate that the cells of a stage go through alone: steps of an asynchronous pipeline end for each stage at
 // another time.
 static int is_stage_gate(const Coordinator *c, int64_t gate) {
@@ -8759,6 +8837,14 @@ static int then_now(const Coordinator *c) {
     int halts = c->trainer->progress.step == c->halt_at;
     if (c->trainer->mesh.asynchronous) return halts ? c->halt_then : THEN_RUN;
     return c->stops ? THEN_STOP : c->holds ? THEN_HOLD : THEN_RUN;
+}
+
+// Lets nobody wait for a coordinator that has failed. error_message stays.
+static void give_up_run(Coordinator *c) {
+    char reason[ERROR_MAX];
+    memcpy(reason, error_message, sizeof reason);
+    finish_run(c, reason);
+    memcpy(error_message, reason, sizeof reason);
 }
 
 static int open_gate(Coordinator *c, int64_t gate) {
@@ -8981,6 +9067,21 @@ static void take_validation(Coordinator *c, const json_t *about) {
     if (loss < trainer->progress.best_val) trainer->progress.best_val = loss;
 }
 
+// How a node uses its connections. Its numbers are only shown; those that are none are 0.
+static void take_links(const Coordinator *c, const Member *member, const json_t *about) {
+    Contact *contact = contact_of(c, member->node);
+    if (contact == NULL) return;
+    NetTotals *links = &contact->links;
+    contact->has_links = 1;
+    links->wire_up = json_integer_value(json_object_get(about, "up"));
+    links->wire_down = json_integer_value(json_object_get(about, "down"));
+    links->relayed = json_integer_value(json_object_get(about, "relayed"));
+    links->up_rate = json_number_value(json_object_get(about, "up_rate"));
+    links->down_rate = json_number_value(json_object_get(about, "down_rate"));
+    links->n_direct = (int)json_integer_value(json_object_get(about, "direct"));
+    links->n_relayed = (int)json_integer_value(json_object_get(about, "by_relay"));
+}
+
 static int take_message(Coordinator *c, Member *member, json_t *about) {
     const char *type = json_string_value(json_object_get(about, "type"));
     if (type == NULL) return lose_member(c, member->node, "it sends what is no message");
@@ -9000,6 +9101,7 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
         return grant_factors(c);
     }
     if (strcmp(type, "validation") == 0) take_validation(c, about);
+    if (strcmp(type, "links") == 0) take_links(c, member, about);
     if (strcmp(type, "skip") == 0 && member->state == MEMBER_RUNNING) {
         return order_all(c,
                          json_pack("{s:s, s:I, s:I}", "type", "skip", "replica",
@@ -9064,6 +9166,126 @@ static void log_network(Coordinator *c) {
     print_totals(c->net);
 }
 
+// What others see
+// -----------------------------------------------------------------------------------------------------------
+
+// How a node reaches the others.
+static void way_text(const NetTotals *links, char *text, size_t size) {
+    int n = links->n_direct + links->n_relayed;
+    if (n == 0)
+        snprintf(text, size, "-");
+    else if (links->n_relayed == 0)
+        snprintf(text, size, "direct");
+    else if (links->n_direct == 0)
+        snprintf(text, size, "relay");
+    else
+        snprintf(text, size, "relay %d/%d", links->n_relayed, n);
+}
+
+static void view_member(const Coordinator *c, const Member *member, CellView *cell) {
+    NetStatus status;
+    const Contact *contact = contact_of(c, member->node);
+    int is_cell = member_is_cell(c, member), runs = member->state == MEMBER_RUNNING;
+    memset(cell, 0, sizeof *cell);
+    cell->node = member->node, cell->step = -1;
+    cell->tokens_per_second = cell->up_rate = cell->down_rate = cell->progress_age = (double)NAN;
+    snprintf(cell->state, sizeof cell->state, "%s", view_states[member->state]);
+    if (member->role >= 0)
+        role_text(c, member->role, cell->role, sizeof cell->role);
+    else
+        snprintf(cell->role, sizeof cell->role, "none");
+    if (runs && is_cell)
+        cell->step = member->gate / GATES,
+        cell->tokens_per_second = c->member_tok_s > 0.0 ? c->member_tok_s : (double)NAN;
+    if (runs && !is_cell) cell->step = c->launched;
+    if (net_status(c->net, member->node, &status) == 0) {
+        cell->progress_age = status.progress_age;
+        snprintf(cell->address, sizeof cell->address, "%s", status.address);
+    }
+    snprintf(cell->route, sizeof cell->route, "-");
+    if (contact == NULL || !contact->has_links) return;
+    cell->up_bytes = contact->links.wire_up, cell->down_bytes = contact->links.wire_down;
+    cell->relayed_bytes = contact->links.relayed;
+    cell->up_rate = contact->links.up_rate, cell->down_rate = contact->links.down_rate;
+    way_text(&contact->links, cell->route, sizeof cell->route);
+}
+
+// The run as it stands, cells (members) in the order of their roles.
+static void view_run(const Coordinator *c, MeshView *view, CellView *cells) {
+    static const char *const phases[] = {"waiting for processes", "placing cells", "training", "over"};
+    const Progress *p = &c->trainer->progress;
+    const Membership *m = &c->members;
+    NetTotals total;
+    int known = p->step > 0 && c->tok_s > 0.0;
+    memset(view, 0, sizeof *view);
+    net_totals(c->net, &total);
+    view->version = MESHTUNE_VERSION, view->phase = phases[c->phase], view->cells = cells;
+    view->step = p->step, view->n_steps = c->trainer->n_steps, view->tokens = p->tokens, view->elapsed = p->elapsed;
+    view->loss = known ? c->loss : (double)NAN, view->tokens_per_second = known ? c->tok_s : (double)NAN;
+    view->n_roles = membership_roles(m);
+    view->up_bytes = total.wire_up, view->down_bytes = total.wire_down, view->relayed_bytes = total.relayed;
+    for (int role = 0; role < view->n_roles; role++) {
+        const Member *member = membership_of_role(m, role);
+        if (member != NULL) view_member(c, member, &cells[view->n_cells++]);
+    }
+    for (int i = 0; i < m->n; i++)
+        if (m->members[i].role < 0) view_member(c, &m->members[i], &cells[view->n_cells++]);
+}
+
+// Draws the table below the step's line, which is drawn too where nothing is.
+static void draw_run(Run *run, const MeshView *view) {
+    struct winsize size;
+    int known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 0 && size.ws_col > 0;
+    if (!run->live)
+        printf("\r\033[K\033[?7lstep %lld/%lld  %s: %d nodes, %d roles\033[?7h", (long long)view->step,
+               (long long)view->n_steps, view->phase, view->n_cells, view->n_roles);
+    run->live = 1;
+    view_table(stdout, view, known ? size.ws_row - 1 : 23, known ? size.ws_col : 80);
+    fflush(stdout);
+}
+
+static void publish_run(StatusPage *page, const MeshView *view) {
+    char *texts[2] = {NULL, NULL};
+    size_t size;
+    for (int i = 0; i < 2; i++) {
+        FILE *out = open_memstream(&texts[i], &size);
+        if (out == NULL) continue; // no memory: nothing is shown, the run goes on
+        if (i == 0)
+            view_html(out, view);
+        else
+            view_metrics(out, view);
+        fclose(out);
+    }
+    status_page_publish(page, texts[0], texts[1]);
+}
+
+// Shows the run once a second, and again where a message has taken the table's place.
+static void show_run(Coordinator *c) {
+    MeshView view;
+    Run *run = &c->trainer->run;
+    double now = seconds();
+    int draws = run->terminal && (!run->live || now >= c->seen_at + 1.0);
+    int publishes = c->page != NULL && now >= c->seen_at + 1.0;
+    if (!draws && !publishes) return;
+    CellView *cells = (CellView *)calloc((size_t)c->members.n + 1, sizeof(CellView));
+    if (cells == NULL) return;
+    if (now >= c->seen_at + 1.0) c->seen_at = now;
+    view_run(c, &view, cells);
+    if (draws) draw_run(run, &view);
+    if (publishes) publish_run(c->page, &view);
+    free(cells);
+}
+
+// Serves what is shown, if --status-port says so.
+static int open_status(Coordinator *c) {
+    const Options *opts = &c->trainer->opts;
+    if (opts->status_port == 0) return 0;
+    c->page = status_page_open(opts->status_address, opts->status_port);
+    if (c->page == NULL) return -1;
+    printf("status: http://%s:%d/ and /metrics\n", opts->status_address, c->page->port);
+    return 0;
+}
+
 static int coordinate(Coordinator *c) {
     NetEvent event;
     int got = 0;
@@ -9072,6 +9294,7 @@ static int coordinate(Coordinator *c) {
         while (c->phase != RUN_OVER && (got = net_next(c->net, &event)) > 0)
             if (take_event(c, &event)) return -1;
         if (got < 0 || watch_members(c)) return -1;
+        show_run(c);
         if (interrupts > 0 && c->phase != RUN_GOING) return error_set("stopped before the run had begun");
     }
     flush_line(c);
@@ -9140,8 +9363,17 @@ static int host_seen(char *out, const char *endpoint) {
 // The line that others join with, and the token in a file that only the owner reads.
 static int print_invitation(Coordinator *c) {
     char text[NET_TOKEN], endpoint[NET_ENDPOINT], path[PATH_MAX];
-    if (host_seen(endpoint, net_endpoint(c->net)) || net_token_print(text, sizeof text, &c->keys, endpoint)) return -1;
+    const Launch *launch = &c->trainer->launch;
+    if (host_seen(endpoint, net_endpoint(c->net))) return -1;
+    const char *port = strrchr(net_endpoint(c->net), ':');
+    if (launch->host[0] != '\0' && port != NULL) snprintf(endpoint, sizeof endpoint, "tcp://%s%s", launch->host, port);
+    if (net_token_print(text, sizeof text, &c->keys, endpoint)) return -1;
     if (path_join(path, c->trainer->run.path, "join") || net_write_private(path, text)) return -1;
+    if (launch->size > 1) {
+        printf("%s started %d processes; the others join by %s\n", launch->by, launch->size, path);
+        fflush(stdout);
+        return 0;
+    }
     printf("others join with:\n  ./train --join '%s'\n", text);
     printf("  (the same is in %s: --join @FILE)\n", path);
     fflush(stdout);
@@ -9164,6 +9396,8 @@ static void coordinator_free(Coordinator *c) {
     if (c->net != NULL) net_close(c->net);
     if (c->has_thread) __atomic_store_n(&c->guest->host_is_gone, 1, __ATOMIC_RELEASE);
     if (c->has_thread) pthread_join(c->thread, NULL);
+    status_page_close(c->page);
+    run_clear_line(&c->trainer->run);
     clear_reports(c);
     clear_steps(c);
     for (int i = 0; i < c->n_contacts; i++) {
@@ -9211,7 +9445,7 @@ static int open_house(Coordinator *c, const json_t *resume) {
     if (c->net == NULL) return -1;
     catch_interrupts();
     printf("run: %s\n", run->path);
-    if (print_invitation(c)) return -1;
+    if (print_invitation(c) || open_status(c)) return -1;
     return opts->no_cell ? 0 : invite_guest(c);
 }
 
@@ -9251,6 +9485,30 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     return 0;
 }
 
+// Takes this process's role from the environment where a launcher has started several to train and the command line
+// names none.
+static int find_launch(Trainer *trainer, Action action) {
+    const Options *opts = &trainer->opts;
+    trainer->launch.size = 1;
+    if (action != ACTION_TRAIN || opts->dry_run || is_host(opts)) return 0;
+    if (launch_read(&trainer->launch, launch_getenv, NULL)) return -1;
+    if (trainer->launch.size > 1 && opts->out[0] == '\0')
+        return error_set("%s started %d processes, which find each other by the run's folder: give -o FOLDER, on a "
+                         "file system that all of them see",
+                         trainer->launch.by, trainer->launch.size);
+    return 0;
+}
+
+// Rank 0 of several: it hosts a mesh that has as many cells.
+static int check_launch(const Trainer *trainer) {
+    const Launch *launch = &trainer->launch;
+    int cells = mesh_cells(&trainer->mesh), needed = cells + trainer->anchored + trainer->opts.no_cell;
+    if (launch->size == 1 || launch->size == needed) return 0;
+    return error_set("%s started %d processes; %d replicas of %d stages%s%s need %d", launch->by, launch->size,
+                     trainer->mesh.n_replicas, trainer->mesh.n_stages, trainer->anchored ? " and the anchor" : "",
+                     trainer->opts.no_cell ? " and a coordinator without a cell" : "", needed);
+}
+
 // Does what the command line asks for.
 static int run_program(Trainer *trainer) {
     Action action;
@@ -9258,10 +9516,13 @@ static int run_program(Trainer *trainer) {
     json_t *resume = NULL;
     memset(&file, 0, sizeof file);
     if (trainer->opts.join[0] != '\0') return node_join(trainer, trainer->opts.join);
-    if (choose_action(trainer, &action)) return -1;
+    if (choose_action(trainer, &action) || find_launch(trainer, action)) return -1;
+    if (trainer->launch.rank > 0) return launch_join(trainer);
     int result = action == ACTION_TRAIN ? run_find(&trainer->run, &trainer->opts) : 0;
     if (result == 0 && trainer->opts.resume) result = resume_settings(trainer, &resume);
+    if (trainer->launch.size > 1) strcpy(trainer->opts.host, "tcp://0.0.0.0:*");
     if (result == 0) result = prepare(trainer, &file, action);
+    if (result == 0) result = check_launch(trainer);
     if (result == 0 && trainer->opts.dry_run) {
         int cells = mesh_cells(&trainer->mesh) + trainer->anchored;
         if (cells > 1) result = print_estimate(trainer);

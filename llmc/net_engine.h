@@ -38,9 +38,9 @@ static inline NetNode *net_carrier(Net *net, NetNode *node, int route) {
     return route == NET_ROUTE_RELAY ? net_node(net, 0) : NULL;
 }
 
-static inline void node_count_up(NetNode *node, int route, int64_t n_bytes) {
+static inline void net_count_way(Net *net, NetNode *node, int route, int64_t n_bytes) {
     node->status.wire_up += n_bytes;
-    if (route == NET_ROUTE_RELAY) node->status.relayed_up += n_bytes;
+    if (route == NET_ROUTE_RELAY) node->status.relayed_up += n_bytes, net->totals.relayed += n_bytes;
 }
 
 // Sends a frame without a message's piece. 0, or -1: not now.
@@ -53,7 +53,7 @@ static inline int net_put_small(Net *net, NetNode *node, int route, int lane, Fr
     frame->from = net->self, frame->stamp = net_stamp();
     frame_write((unsigned char *)zmq_msg_data(&message), frame, piece);
     if (net_put(net, carrier, lane, &message)) return -1;
-    node_count_up(node, route, n);
+    net_count_way(net, node, route, n);
     return 0;
 }
 
@@ -109,7 +109,7 @@ static inline int net_pump(Net *net, NetNode *node, int stream) {
         node->status.payload_up += frame.piece_bytes;
         net->totals.payload_up += frame.piece_bytes;
     }
-    node_count_up(node, node->route, FRAME_HEADER + frame.piece_bytes);
+    net_count_way(net, node, node->route, FRAME_HEADER + frame.piece_bytes);
     sender_sent(out, net->now);
     return 1;
 }
@@ -248,7 +248,7 @@ static inline void net_pulse(Net *net, NetNode *node, int way, const Frame *fram
 static inline void net_deliver(Net *net, NetNode *node, int way, const Frame *frame, const unsigned char *piece) {
     int64_t n = FRAME_HEADER + frame->piece_bytes;
     node->status.wire_down += n;
-    if (way == WAY_RELAY) node->status.relayed_down += n;
+    if (way == WAY_RELAY) node->status.relayed_down += n, net->totals.relayed += n;
     node->ways[way].heard = net->now;
     if (frame->kind == FRAME_DATA) net_data(net, node, frame, piece);
     if (frame->kind == FRAME_ACK) net_acknowledged(net, node, frame);
@@ -342,13 +342,13 @@ static inline void net_forward(Net *net, NetNode *from, const Frame *frame, zmq_
     int64_t n = FRAME_HEADER + frame->piece_bytes;
     int lane = frame->kind == FRAME_DATA && frame->stream != FRAME_CONTROL ? LANE_BULK : LANE_CONTROL;
     from->ways[WAY_DIRECT].heard = net->now;
-    from->status.wire_down += n, from->status.relayed_down += n;
+    from->status.wire_down += n, from->status.relayed_down += n, net->totals.relayed += n;
     if (to == NULL || !to->has_base || frame->kind > FRAME_PROBE || frame->kind == FRAME_BEAT) return;
     zmq_msg_t copy;
     zmq_msg_init(&copy);
     zmq_msg_move(&copy, message);
     if (net_put_routed(net, to->base, lane, &copy) == 0)
-        to->status.wire_up += n, to->status.relayed_up += n;
+        to->status.wire_up += n, to->status.relayed_up += n, net->totals.relayed += n;
     else
         to->status.dropped += n;
 }
@@ -810,8 +810,15 @@ static inline void net_publish_node(Net *net, NetNode *node, NetLine *line) {
 }
 
 static inline void net_publish(Net *net) {
+    NetTotals totals = net->totals;
+    for (int i = 0; i < net->n_nodes; i++) {
+        const NetNode *node = net->nodes[i];
+        totals.up_rate += node->status.up_rate, totals.down_rate += node->status.down_rate;
+        if (node->id != 0) totals.n_direct += node->route == NET_ROUTE_DIRECT;
+        if (node->id != 0) totals.n_relayed += node->route == NET_ROUTE_RELAY;
+    }
     pthread_mutex_lock(&net->lock);
-    net->totals_shared = net->totals;
+    net->totals_shared = totals;
     for (int i = 0; i < net->n_nodes; i++) {
         NetLine *line = net_line(net, net->nodes[i]->id);
         if (line != NULL && line->life == net->nodes[i]->life) net_publish_node(net, net->nodes[i], line);

@@ -34,6 +34,11 @@ static inline int net_token_parse(NetToken *token, const char *text) {
     return error_set("%s", NET_NONE);
 }
 
+static inline int net_write_private(const char *path, const char *text) {
+    (void)path, (void)text;
+    return error_set("%s", NET_NONE);
+}
+
 static inline Net *net_host(const char *endpoint, const NetKeys *keys, const NetLimits *limits) {
     (void)endpoint, (void)keys, (void)limits;
     error_set("%s", NET_NONE);

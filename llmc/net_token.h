@@ -64,7 +64,7 @@ static inline int net_keys_make(NetKeys *keys) {
     return 0;
 }
 
-static inline int net_write_private(const char *path, const char *text) {
+static inline int net_write_aside(const char *path, const char *text) {
     size_t n = strlen(text);
     int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     if (fd < 0) return error_set("%s: open for writing: %s", path, strerror(errno));
@@ -79,19 +79,23 @@ static inline int net_write_private(const char *path, const char *text) {
     return result;
 }
 
-// Writes the secret halves, readable for the owner only; the file holds the old keys or the new ones.
-static inline int net_keys_save(const NetKeys *keys, const char *path) {
-    char aside[PATH_MAX], text[NET_KEY_FILE], server[NET_KEY_HEX + 1], run[NET_KEY_HEX + 1];
+// Writes a file that only the owner reads; at any moment it holds the old text or the new one.
+static inline int net_write_private(const char *path, const char *text) {
+    char aside[PATH_MAX];
     if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside)
         return error_set("%.200s: the path is too long", path);
+    if (net_write_aside(aside, text) == 0 && file_replace(aside, path) == 0) return 0;
+    unlink(aside);
+    return -1;
+}
+
+// Writes the secret halves, readable for the owner only; the file holds the old keys or the new ones.
+static inline int net_keys_save(const NetKeys *keys, const char *path) {
+    char text[NET_KEY_FILE], server[NET_KEY_HEX + 1], run[NET_KEY_HEX + 1];
     net_key_to_hex(server, keys->server_secret);
     net_key_to_hex(run, keys->run_secret);
     snprintf(text, sizeof text, "meshtune keys 1\nserver %s\nrun %s\n", server, run);
-    if (net_write_private(aside, text) || file_replace(aside, path)) {
-        unlink(aside);
-        return -1;
-    }
-    return 0;
+    return net_write_private(path, text);
 }
 
 // text (cap) = the small file at path, with its end.

@@ -89,6 +89,9 @@ typedef struct {
 // ZeroMQ (35 if it is shorter than 216), and what TCP and IP take.
 typedef struct {
     int64_t payload_up, payload_down, wire_up, wire_down, frames_up, frames_down;
+    int64_t relayed; // part of wire_*: through the coordinator; there what it forwarded, as it came and as it went
+    double up_rate, down_rate; // bytes/s
+    int n_direct, n_relayed;   // nodes that are reached on a way of their own, and through the coordinator
 } NetTotals;
 
 #endif
