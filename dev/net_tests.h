@@ -700,7 +700,7 @@ static void test_net_refused(void) {
 // A frame in another node's name, one that is too long for the receiver, a message beyond the limit: none comes out.
 static void test_net_hostile(void) {
     World world;
-    unsigned char id[NET_ID] = "Cabcdefghijklmnop", bytes[FRAME_HEADER + 42];
+    unsigned char id[NET_ID + 1] = "Cabcdefghijklmnop", bytes[FRAME_HEADER + 42];
     void *context = zmq_ctx_new(), *stranger;
     Frame frame;
     world_host(&world, 0.2, 0);
@@ -708,7 +708,7 @@ static void test_net_hostile(void) {
     NetToken token = world_token(&world, 0);
     stranger = zmq_socket(context, ZMQ_DEALER);
     net_option(stranger, ZMQ_LINGER, 0);
-    zmq_setsockopt(stranger, ZMQ_ROUTING_ID, id, sizeof id);
+    zmq_setsockopt(stranger, ZMQ_ROUTING_ID, id, NET_ID);
     net_option_text(stranger, ZMQ_CURVE_SERVERKEY, token.server_public);
     net_option_text(stranger, ZMQ_CURVE_PUBLICKEY, token.run_public);
     net_option_text(stranger, ZMQ_CURVE_SECRETKEY, token.run_secret);
