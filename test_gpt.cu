@@ -8485,11 +8485,21 @@ static void meshing_start(Meshing *m, const char *words, const char *run, int jo
     while (m->n < joiners) meshing_join(m);
 }
 
+// Waits for a child to end, at most two minutes.
+static int wait_for_child(pid_t child) {
+    const double until = seconds() + 120.0;
+    int status = -1;
+    while (waitpid(child, &status, WNOHANG) == 0) {
+        if (seconds() > until) kill(child, SIGKILL);
+        usleep(2000);
+    }
+    return status;
+}
+
 // Waits for all to end; each must end well. part: what the coordinator says.
 static void meshing_end(Meshing *m, const char *part) {
-    int status;
     char *said;
-    waitpid(m->host, &status, 0);
+    int status = wait_for_child(m->host);
     said = read_text(m->output);
     check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: the coordinator ends with %x:\n%s", m->run, status, said);
     check(strstr(said, part) != NULL, "%s: the coordinator does not say '%s':\n%s", m->run, part, said);
@@ -8497,7 +8507,7 @@ static void meshing_end(Meshing *m, const char *part) {
     for (int i = 0; i < m->n; i++) {
         char output[96];
         snprintf(output, sizeof output, "%s.joiner%d", m->run, i);
-        waitpid(m->joiners[i], &status, 0);
+        status = wait_for_child(m->joiners[i]);
         said = read_text(output);
         check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: joiner %d ends with %x:\n%s", m->run, i, status,
               said);

@@ -6775,6 +6775,7 @@ static json_t *node_stand(Trainer *trainer, int gate) {
     const Progress *p = &trainer->progress;
     Meeting *meeting = node_meeting(trainer);
     int waits = meeting != NULL && meeting->is_open;
+    flow_stand(&node_cell(trainer)->flow, p->step); // simulated time is one process's
     json_t *begun = json_array();
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));

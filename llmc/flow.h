@@ -64,6 +64,12 @@ static inline Flight *flow_now(const Flow *flow) {
     return flow_at(flow, flow->recorded);
 }
 
+// The pipeline has run empty after `done` micro-batches.
+static inline void flow_stand(Flow *flow, int64_t done) {
+    flow->recorded = flow->forwards = flow->backwards = done;
+    if (flow->flights != NULL) memset(flow_now(flow), 0, sizeof(Flight));
+}
+
 // Ends the micro-batch that is being booked; the next is empty.
 static inline void flow_record(Flow *flow) {
     flow->recorded++;
