@@ -167,9 +167,9 @@ lab_reunite() {
     lab_in "$2" ip neigh del "$(lab_address "$1")" dev eth0
 }
 
-# Bytes that a node's link has carried: "sent received".
+# What a node's link has carried: "bytes-sent bytes-received packets-sent".
 lab_bytes() {
-    lab_in "$1" cat /sys/class/net/eth0/statistics/tx_bytes /sys/class/net/eth0/statistics/rx_bytes | tr '\n' ' '
+    lab_in "$1" sh -c 'cd /sys/class/net/eth0/statistics && paste -d " " tx_bytes rx_bytes tx_packets'
 }
 
 # Programs that are still there, by name.
