@@ -167,9 +167,11 @@ lab_reunite() {
     lab_in "$2" ip neigh del "$(lab_address "$1")" dev eth0
 }
 
-# What a node's link has carried: "bytes-sent bytes-received packets-sent".
+# What a node's link has carried: "bytes-sent bytes-received packets-sent TCP-segments-sent-again".
 lab_bytes() {
-    lab_in "$1" sh -c 'cd /sys/class/net/eth0/statistics && paste -d " " tx_bytes rx_bytes tx_packets'
+    # shellcheck disable=SC2016  # of the inner shell
+    lab_in "$1" sh -c 'cd /sys/class/net/eth0/statistics && paste -d " " tx_bytes rx_bytes tx_packets | tr "\n" " " &&
+        awk "/^Tcp: [0-9]/ { print \$13 }" /proc/net/snmp'
 }
 
 # Programs that are still there, by name.
