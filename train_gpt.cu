@@ -6983,7 +6983,8 @@ static int node_enter(Trainer *trainer, const json_t *order) {
     node->epoch = (uint32_t)json_integer_value(json_object_get(order, "epoch"));
     node->turn = 0, node->average = -1, node->interrupted = 0, node->has_lost = 0, node->launched_from = -1;
     for (int r = 0; r < MESH_MAX_REPLICAS; r++) node->lost_after[r] = INT64_MAX;
-    node->granted = node->had = node->halt_at = -1;
+    node->granted = node->had = -1;
+    node->halt_at = json_integer_value(json_object_get(order, "halt")), node->halt_then = THEN_STOP;
     p->step = json_size(json_object_get(order, "step")), p->samples = json_size(json_object_get(order, "samples"));
     p->adam_steps = json_size(json_object_get(order, "adam_steps"));
     p->tokens = json_size(json_object_get(order, "tokens"));
@@ -8328,6 +8329,9 @@ static int place_all(Coordinator *c) {
     int whole[MESH_MAX_REPLICAS];
     clear_steps(c);
     for (int s = 0; s < m->n_stages; s++) c->stage_gate[s] = -1;
+    int64_t stop_after = trainer->opts.stop_after;
+    if (trainer->mesh.asynchronous && stop_after > p->step && stop_after < trainer->n_steps)
+        c->halt_at = stop_after, c->halt_then = THEN_STOP;
     c->epoch++, c->turn = 0, c->phase = RUN_PLACING, c->gate = gate_number(p->step, 0) - 1, c->waits = -1;
     for (int r = 0; r < m->n_replicas; r++) whole[r] = membership_has(m, r, MEMBER_READY);
     for (int i = 0; i < m->n; i++) {
@@ -8350,6 +8354,7 @@ static int place_all(Coordinator *c) {
                       "launched", (json_int_t)(c->exact ? c->launched : -1), "living", living_to_json(c), "nodes",
                       nodes_to_json(c), "from", place_source(c, member, lead), "has_anchor", anchor, "factors",
                       anchor && anchor_has_factors(c), "exact", c->exact);
+        json_object_set_new(order, "halt", json_integer((json_int_t)c->halt_at));
         result = send_order(c->net, member->node, order);
     }
     c->exact = 0;
