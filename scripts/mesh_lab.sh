@@ -57,6 +57,7 @@ lab_add_node() { # number
     lab_in switch ip link set "p$1" master hub up
     lab_in "$1" ip addr add "$(lab_address "$1")/24" dev eth0
     lab_in "$1" ip link set lo up
+    lab_in "$1" ip link set eth0 gso_max_segs 1 # packets as on a line, for counters
     lab_in "$1" ip link set eth0 up
 }
 
@@ -167,9 +168,13 @@ lab_reunite() {
     lab_in "$2" ip neigh del "$(lab_address "$1")" dev eth0
 }
 
-# Bytes that a node's link has carried: "sent received".
+# What a node's link has carried: "bytes-sent bytes-received packets-sent segments-sent-again", of the last those that
+# were sent before, and not only queued.
 lab_bytes() {
-    lab_in "$1" cat /sys/class/net/eth0/statistics/tx_bytes /sys/class/net/eth0/statistics/rx_bytes | tr '\n' ' '
+    # shellcheck disable=SC2016  # of the inner shell
+    lab_in "$1" sh -c 'cd /sys/class/net/eth0/statistics && paste -d " " tx_bytes rx_bytes tx_packets | tr "\n" " "
+        dropped=$(tc -s qdisc show dev eth0 root | sed -n "s/.*(dropped \([0-9]*\),.*/\1/p" | head -n 1)
+        awk -v dropped="${dropped:-0}" "/^Tcp: [0-9]/ { print \$13 - dropped }" /proc/net/snmp'
 }
 
 # Programs that are still there, by name.

@@ -44,7 +44,10 @@ validation() { # first | last: of the run's log
 
 start_mesh() { # options, joiners
     lab_host "$1" || miss "the coordinator does not start"
-    for k in $(seq "$2"); do lab_join "$k"; done
+    for k in $(seq "$2"); do # one after the other: the coordinator gives them the same numbers
+        lab_join "$k"
+        lab_await 30 "^node $k from" || miss "node $k is not admitted"
+    done
     lab_until 60 lab_is_at 10 || miss "the run does not get to step 10"
 }
 
@@ -211,8 +214,6 @@ anchored() { # options, what is checked after the anchor is lost
 # The node that has the anchor.
 lab_find_anchor() {
     lab_anchor=$(sed -n 's/^node \([0-9]*\) from .*: the anchor$/\1/p' "$lab/host.log" | tail -n 1)
-    lab_where=$(sed -n "s/^node $lab_anchor from 10.77.0.\([0-9]*\): .*/\1/p" "$lab/host.log")
-    [ -z "$lab_where" ] || lab_anchor=$((lab_where - 1))
 }
 
 three="-x 3 -y 2 --no-cell"
