@@ -8439,11 +8439,85 @@ static void test_device_mesh(void) {
 }
 
 #ifndef DEVICE_CUDA
-#ifdef WITH_ZMQ
-// ---------------------------------------------------------------------------------------------------------------------
-// A mesh of several processes
+// Roles are given in order, the anchor behind the replicas that a run begins with; a lost member takes its replica out
+// and leaves a gap, which the next one gets; gates open once all that run are there, of a stage or of all. Must fail
+// for: a gate that the anchor holds up, a dead replica's cells that still count, roles that are given twice.
+static void test_membership(void) {
+    Membership m;
+    memset(&m, 0, sizeof m);
+    m.n_replicas = 2, m.n_stages = 2, m.anchored = 1, m.min_replicas = 1, m.needs_anchor = 1;
+    static const int order[] = {0, 1, 4, 2, 3, -1};
+    for (int i = 0; i < 6; i++) {
+        int role = membership_vacancy(&m);
+        check(role == order[i], "newcomer %d gets role %d, not %d", i, role, order[i]);
+        Member *member = membership_add(&m, (uint32_t)(10 + i));
+        member->role = role, member->state = role < 0 ? MEMBER_SPARE : MEMBER_LOADING;
+        check(!membership_may_begin(&m), "a run begins with members that load");
+    }
+    for (int i = 0; i < 2; i++) membership_find(&m, (uint32_t)(10 + i))->state = MEMBER_READY;
+    check(!membership_may_begin(&m), "a run begins without the anchor that it needs");
+    membership_find(&m, 12)->state = MEMBER_READY;
+    check(membership_may_begin(&m) && membership_lead(&m) < 0, "one replica and the anchor cannot begin");
+    for (int i = 0; i < 5; i++) membership_find(&m, (uint32_t)(10 + i))->state = MEMBER_RUNNING;
+    for (int i = 0; i < 5; i++) membership_find(&m, (uint32_t)(10 + i))->stands = 1;
+    check(membership_lead(&m) == 0 && membership_standing(&m) == 0, "the first replica does not lead");
+    membership_of_role(&m, 0)->gate = membership_of_role(&m, 2)->gate = 7;
+    check(membership_all_at(&m, 7, 0) && !membership_all_at(&m, 7, 1) && !membership_all_at(&m, 7, -1),
+          "a gate of one stage");
+    membership_of_role(&m, 1)->gate = 9;
+    check(!membership_all_at(&m, 7, -1), "a gate opens without one of its cells");
+    membership_of_role(&m, 3)->gate = 7;
+    check(membership_all_at(&m, 7, -1) && !membership_all_at(&m, 8, -1), "a gate that all cells have reached");
+    check(membership_remove(&m, 10) == 0, "a lost cell does not take its replica out");
+    check(membership_lead(&m) == 1 && membership_standing(&m) == 1, "nobody leads");
+    check(membership_of_role(&m, 1)->state == MEMBER_READY && !membership_of_role(&m, 1)->stands,
+          "its other cell runs");
+    check(membership_all_at(&m, 7, -1) && !membership_all_at(&m, 9, -1), "a dead replica counts at a gate");
+    check(membership_vacancy(&m) == 0 && membership_find(&m, 10) == NULL, "the gap is not seen");
+    check(membership_remove(&m, 12) < 0 && membership_lead(&m) == 1, "a lost anchor takes a replica out");
+    check(membership_remove(&m, 11) < 0, "a replica dies twice");
+    check(membership_remove(&m, 99) < 0, "a stranger is removed");
+    membership_free(&m);
+}
 
-enum { MESH_CHILDREN = 8 };
+// Parts come back as they went in; a message that ends too early is refused, wherever it is cut. Channels keep their
+// numbers apart.
+static void test_packer(void) {
+    Packer packer = {NULL, 0, 0, 0};
+    int64_t number = 0x123456789ABCDEF, back = 0;
+    char text[300], text_back[300];
+    memset(text, 'x', sizeof text);
+    pack(&packer, &number, sizeof number);
+    pack(&packer, text, 0);
+    pack(&packer, text, sizeof text);
+    memcpy(pack_room(&packer, 4), "tail", 4);
+    check(!packer.failed && packer.n == 8 + 300 + 4, "%lld bytes", (long long)packer.n);
+    for (int64_t n = 0; n <= packer.n; n++) {
+        Unpacker unpacker = {packer.bytes, n, 0};
+        int whole = unpack_to(&unpacker, &back, sizeof back) == 0 && unpack(&unpacker, 0) != NULL &&
+                    unpack_to(&unpacker, text_back, sizeof text_back) == 0 && unpack(&unpacker, 4) != NULL;
+        check(whole == (n == packer.n), "cut to %lld bytes", (long long)n);
+    }
+    check(back == number && memcmp(text, text_back, sizeof text) == 0, "other bytes come back");
+    Unpacker unpacker = {packer.bytes, packer.n, 0};
+    check(unpack(&unpacker, -1) == NULL && unpack(&unpacker, INT64_MAX) == NULL, "a length that is none");
+    packer_free(&packer);
+    for (int kind = 0; kind < CHANNEL_KINDS; kind++) {
+        Channel channel = channel_parts(channel_number((ChannelKind)kind, 65535, 1, CHANNEL_TAGS - 1));
+        check(channel.kind == (ChannelKind)kind && channel.from == 65535 && channel.to == 1 &&
+                  channel.tag == CHANNEL_TAGS - 1,
+              "kind %d", kind);
+    }
+}
+
+{"membership", test_membership}, {"packer", test_packer},
+#ifdef WITH_ZMQ
+    // ---------------------------------------------------------------------------------------------------------------------
+    // A mesh of several processes
+
+    enum {
+        MESH_CHILDREN = 8
+    };
 
 // Starts a coordinator and joiners: host words, and what each joiner adds. Waits until all have joined or the
 // coordinator ends.
@@ -8703,6 +8777,8 @@ static const struct {
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},
     {"alignment_swing", test_alignment_swing},
+    {"processes", test_processes},
+    {"processes_resume", test_processes_resume},
     {"net_frame", test_net_frame},
     {"net_stream", test_net_stream},
     {"net_slow_link", test_net_slow_link},
@@ -8795,10 +8871,6 @@ static const struct {
     {"schedule_estimate", test_schedule_estimate},
     {"async_runs", test_async_runs},
     {"async_combined", test_async_combined},
-#ifdef WITH_ZMQ
-    {"processes", test_processes},
-    {"processes_resume", test_processes_resume},
-#endif
 };
 
 // What a run of all tests leaves out: in a build whose activations are bf16 much is not exact, and the emulator is
