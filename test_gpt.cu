@@ -8785,7 +8785,7 @@ static const struct {
     {"schedule_estimate", test_schedule_estimate},
     {"async_runs", test_async_runs},
     {"async_combined", test_async_combined},
-#ifdef WITH_ZMQ
+#if defined WITH_ZMQ && !defined DEVICE_CUDA
     {"processes", test_processes},
     {"processes_resume", test_processes_resume},
 #endif
