@@ -186,12 +186,14 @@ lab_left() {
     done
 }
 
+lab_is_gone() { ! kill -0 "$(lab_pid "$1")" 2> /dev/null; }
+
 # Ends all programs and empties the folder; the nodes stay.
 lab_clear() {
     for lab_file in $(lab_left); do
         kill -CONT "$(lab_pid "$lab_file")" 2> /dev/null || true
         kill -9 "$(lab_pid "$lab_file")" 2> /dev/null || true
-        lab_until 10 lab_has_ended "$lab_file" || true
+        lab_until 10 lab_is_gone "$lab_file" || true
     done
     rm -rf "${lab:?}"/*
     if [ $lab_has_links = 1 ]; then
@@ -204,6 +206,7 @@ lab_clear() {
 
 lab_close() {
     trap - EXIT
+    trap '' INT TERM
     if [ -n "$lab" ]; then
         lab_clear
         rm -rf "$lab" "$lab.txt"

@@ -55,7 +55,8 @@ measure() { # name, cells, options
 lab_open $((2 * stages + 2)) 200mbit
 [ $lab_has_links = 1 ] || { echo "run_mesh.sh needs namespaces: links of loopback have no rate"; exit 1; }
 echo "base model, $stages stages, $steps steps of $size; $(uptime | sed 's/.*load/load/')"
-for rate in ${*:-200mbit 20mbit}; do
+[ $# -gt 0 ] || set -- 200mbit 20mbit
+for rate in "$@"; do
     lab_full=$rate
     for k in $(seq 0 $((lab_nodes - 1))); do lab_rate "$k" "$rate"; done
     echo "links of $rate"
