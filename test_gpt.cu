@@ -8510,14 +8510,11 @@ static void test_packer(void) {
     }
 }
 
-{"membership", test_membership}, {"packer", test_packer},
 #ifdef WITH_ZMQ
-    // ---------------------------------------------------------------------------------------------------------------------
-    // A mesh of several processes
+// ---------------------------------------------------------------------------------------------------------------------
+// A mesh of several processes
 
-    enum {
-        MESH_CHILDREN = 8
-    };
+enum { MESH_CHILDREN = 8 };
 
 // Starts a coordinator and joiners: host words, and what each joiner adds. Waits until all have joined or the
 // coordinator ends.
@@ -8777,12 +8774,14 @@ static const struct {
     {"optimizer_memory", test_optimizer_memory},
     {"alignment_measured", test_alignment},
     {"alignment_swing", test_alignment_swing},
-    {"processes", test_processes},
-    {"processes_resume", test_processes_resume},
+    {"membership", test_membership},
+    {"packer", test_packer},
     {"net_frame", test_net_frame},
     {"net_stream", test_net_stream},
     {"net_slow_link", test_net_slow_link},
 #ifdef WITH_ZMQ
+    {"processes", test_processes},
+    {"processes_resume", test_processes_resume},
     {"net_token", test_net_token},
     {"net_messages", test_net_messages},
     {"net_refused", test_net_refused},
