@@ -9100,7 +9100,8 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
     }
     if (strcmp(type, "failed") == 0) {
         const char *reason = json_string_value(json_object_get(about, "reason"));
-        return lose_member(c, member->node, reason != NULL ? reason : "it has failed");
+        error_set("%.200s", reason != NULL ? reason : "it has failed"); // what a peer sends must not steer a terminal
+        return lose_member(c, member->node, error_message);
     }
     if (strcmp(type, "have") == 0) {
         contact_of(c, member->node)->had = json_integer_value(json_object_get(about, "snapshot"));
