@@ -2737,7 +2737,7 @@ static int mesh_run(Mesh *mesh, int first, int last, const Pass *pass) {
         if (moved == 0 && mesh_wait(mesh, from, to, left)) return -1;
     }
     for (int i = from; i < to; i++)
-        if (mesh->cells[i].hosted && cell_end(mesh, &mesh->cells[i])) return -1;
+        if (mesh->cells[i].hosted && (cell_flush(mesh, &mesh->cells[i]) || cell_end(mesh, &mesh->cells[i]))) return -1;
     return 0;
 }
 
@@ -6248,7 +6248,7 @@ static int node_wait_average(const Trainer *trainer) {
 static json_t *node_agree(Trainer *trainer, int gate, json_t *report, int waits) {
     Node *node = trainer->node;
     int64_t number = gate_number(trainer->progress.step, gate);
-    int failed = report == NULL;
+    int failed = report == NULL || cell_flush(&trainer->mesh, node_cell(trainer)); // nobody is to wait for it at a gate
     json_object_set_new(report, "gate", json_integer((json_int_t)number));
     while (!failed && node->open < number) {
         failed = waits && node_wait_average(trainer);
@@ -7298,7 +7298,7 @@ static int ahead_run(Trainer *trainer, Ahead *ahead) {
         if (moved < 0 || (moved == 0 && ahead_wait(trainer))) return -1;
     }
     if (trainer->progress.step == node->halt_at) node->then = node->halt_then;
-    return 0;
+    return cell_flush(mesh, cell); // what others need to come as far
 }
 
 // What is due where steps end for all: validation, shards.
