@@ -5789,6 +5789,18 @@ static void update_cells(Trainer *trainer, StepResult *result) {
     p->adam_steps += result->skipped == 0;
 }
 
+static void clear_result(StepResult *result) {
+    memset(result, 0, sizeof *result);
+    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
+    result->alignment[0] = result->alignment[1] = (double)NAN;
+}
+
+// The learning rate of a step.
+static float step_lr(const Trainer *trainer, int64_t step) {
+    const Options *opts = &trainer->opts;
+    return lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, step, trainer->warmup, trainer->n_steps);
+}
+
 // The next sequences of all replicas, and what their losses are divided by. Returns their targets.
 static int64_t draw_batches(Trainer *trainer, Batch *batches) {
     Mesh *mesh = &trainer->mesh;
@@ -5805,16 +5817,12 @@ static int64_t draw_batches(Trainer *trainer, Batch *batches) {
 // Begins a step: nothing is sent yet, the anchor is met, the batches and what their losses are divided by are there.
 // Returns the targets of all replicas, or -1.
 static int64_t begin_step(Trainer *trainer, Batch *batches, StepResult *result) {
-    const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
-    memset(result, 0, sizeof *result);
-    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
-    result->alignment[0] = result->alignment[1] = (double)NAN;
+    clear_result(result);
     for (int i = 0; i < mesh_cells(mesh); i++) memset(&mesh->cells[i].step, 0, sizeof mesh->cells[i].step);
     if (trainer->anchored && (is_node(trainer) ? node_meet_anchor(trainer) : meet_anchor(trainer, result))) return -1;
     int64_t valid = draw_batches(trainer, batches);
-    result->lr = lr_at((LrShape)opts->schedule_lr, opts->lr, opts->lr_final, trainer->progress.step, trainer->warmup,
-                       trainer->n_steps);
+    result->lr = step_lr(trainer, trainer->progress.step);
     return valid;
 }
 
@@ -6080,6 +6088,18 @@ static void print_traffic(const Trainer *trainer) {
            mesh_now(mesh) > 0.0 ? (double)tokens / mesh_now(mesh) : 0.0);
 }
 
+// The last words of a run whose state is saved.
+static void print_end(const Trainer *trainer) {
+    const Progress *p = &trainer->progress;
+    print_traffic(trainer);
+    if (p->step < trainer->n_steps)
+        printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
+               (long long)trainer->n_steps, trainer->run.path);
+    else
+        printf("done: %lld steps in %.0f s; the model is %s/latest/model.bin\n", (long long)p->step, p->elapsed,
+               trainer->run.path);
+}
+
 static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
     const Options *opts = &trainer->opts;
     Progress *p = &trainer->progress;
@@ -6121,13 +6141,7 @@ static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
         memcpy(reason, error_message, sizeof reason);
         return error_set("%.700s; %s", reason, saved_text(run, text, sizeof text));
     }
-    print_traffic(trainer);
-    if (p->step < trainer->n_steps)
-        printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
-               (long long)trainer->n_steps, run->path);
-    else
-        printf("done: %lld steps in %.0f s; the model is %s/latest/model.bin\n", (long long)p->step, p->elapsed,
-               run->path);
+    print_end(trainer);
     return 0;
 }
 
@@ -7241,8 +7255,7 @@ static int ahead_update(Trainer *trainer, const Batch *batches) {
     memset(&result, 0, sizeof result);
     if (cell_end(mesh, cell)) return -1;
     if (trainer->dp == MESH_DP_DENSE && node_sum_gradients(trainer)) return -1;
-    result.lr = lr_at((LrShape)trainer->opts.schedule_lr, trainer->opts.lr, trainer->opts.lr_final, step,
-                      trainer->warmup, trainer->n_steps);
+    result.lr = step_lr(trainer, step);
     result.loss = cell->loss_sum;
     measure_cells(trainer, &result);
     if (node_tell(trainer->node, "report", node_report(cell, batches, gate_number(step, GATE_STEP)))) return -1;
@@ -8539,9 +8552,7 @@ static void sum_reports(Coordinator *c, StepResult *result, int64_t *n_tokens) {
     int lead = membership_lead(&c->members), S = mesh->n_stages;
     double loss = 0.0, squares = 0.0;
     int64_t valid = 0;
-    memset(result, 0, sizeof *result);
-    for (int i = 0; i < 3; i++) result->probe[i] = (double)NAN;
-    result->alignment[0] = result->alignment[1] = (double)NAN;
+    clear_result(result);
     result->finite = 1, *n_tokens = 0;
     for (int r = 0; r < mesh->n_replicas; r++) {
         for (int s = 0; s < S; s++) {
@@ -8618,8 +8629,7 @@ static json_t *close_step(Coordinator *c, int64_t gate) {
     StepResult result;
     int64_t n_tokens, step = gate / GATES;
     sum_reports(c, &result, &n_tokens);
-    result.lr = lr_at((LrShape)trainer->opts.schedule_lr, trainer->opts.lr, trainer->opts.lr_final, step,
-                      trainer->warmup, trainer->n_steps);
+    result.lr = step_lr(trainer, step);
     result.sent.bytes[TRAFFIC_ANCHOR] += c->factor_bytes;
     trainer->anchor.factor_bytes += c->factor_bytes, c->factor_bytes = 0;
     double now = seconds(), took = now - c->step_began;
@@ -9461,7 +9471,6 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     Coordinator *c = (Coordinator *)calloc(1, sizeof(Coordinator));
     if (c == NULL) return error_set("out of memory for the coordinator");
     const Run *run = &trainer->run;
-    const Progress *p = &trainer->progress;
     c->trainer = trainer, c->file = file, c->next_node = 1;
     c->restored = c->saving = c->waits = c->launched = -1;
     c->members.n_replicas = trainer->mesh.n_replicas, c->members.n_stages = trainer->mesh.n_stages;
@@ -9482,13 +9491,7 @@ static int host_run(Trainer *trainer, const ModelFile *file, const json_t *resum
     free(c);
     if (run->log != NULL) fclose(run->log);
     if (result != 0) return -1;
-    print_traffic(trainer);
-    if (p->step < trainer->n_steps)
-        printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
-               (long long)trainer->n_steps, run->path);
-    else
-        printf("done: %lld steps in %.0f s; the model is %s/latest/model.bin\n", (long long)p->step, p->elapsed,
-               run->path);
+    print_end(trainer);
     return 0;
 }
 
