@@ -8778,6 +8778,7 @@ static const struct {
     {"packer", test_packer},
     {"net_frame", test_net_frame},
     {"net_stream", test_net_stream},
+    {"net_begin", test_net_begin},
     {"net_slow_link", test_net_slow_link},
 #ifdef WITH_ZMQ
     {"processes", test_processes},

@@ -199,6 +199,56 @@ static void test_net_stream(void) {
     for (int64_t n; t.up.n > 0;) free(lossy_get(&t.up, &n));
 }
 
+// Sends what may be sent at `now`; the frames are in sent. Returns how many.
+static int stream_test_send(NetSender *s, double now, Frame *sent) {
+    const NetMessage *from;
+    int n = 0;
+    for (; n < STREAM_WINDOW && sender_next(s, sent + n, &from); n++) {
+        sent[n].stamp = (uint64_t)(now * 1e6);
+        sender_sent(s, now);
+    }
+    return n;
+}
+
+// Receives a frame of messages without bytes. Returns the number of the message that it was, or -1; *ack is the answer.
+static int stream_test_receive(NetReceiver *r, const Frame *frame, Frame *ack) {
+    int whole =
+        receiver_is_next(r, frame) && receiver_take(r, frame, (const unsigned char *)"", 0, RECEIVER_MEMORY) == 1;
+    receiver_ack(r, ack, 0);
+    return whole ? (int)frame->channel : -1;
+}
+
+// The first frame of a stream is lost, so the receiver asks for a new beginning; before it is heard both frames are
+// sent again and come. Nothing comes twice, whether the sender hears of the question first (late = 0), or of progress.
+static void stream_test_begin(int late) {
+    NetSender s;
+    NetReceiver r;
+    Frame sent[STREAM_WINDOW], question, answers[2];
+    sender_init(&s, FRAME_CONTROL, STREAM_WINDOW, 5);
+    receiver_init(&r);
+    stream_test_submit(&s, 0), stream_test_submit(&s, 6); // both without bytes
+    check(stream_test_send(&s, 1.0, sent) == 2, "two frames are not sent");
+    check(stream_test_receive(&r, &sent[1], &question) == -1 && (question.flags & FRAME_RESTART), "no question");
+    sender_timeout(&s, 3.0);
+    check(stream_test_send(&s, 3.0, sent) == 2, "they are not sent again");
+    for (int i = 0; i < 2; i++) check(stream_test_receive(&r, &sent[i], &answers[i]) == 6 * i, "message %d is lost", i);
+    if (late) net_message_free(sender_ack(&s, &answers[0], 3.1, 9));
+    check(sender_ack(&s, &question, 3.2, 9) == NULL, "the question acknowledges");
+    for (int i = stream_test_send(&s, 3.3, sent); i > 0; i--)
+        check(stream_test_receive(&r, &sent[i - 1], &question) == -1, "message %d comes twice", i - 1);
+    for (NetMessage *next, *done = sender_ack(&s, &answers[1], 3.4, 9); done != NULL; done = next) {
+        next = done->next;
+        net_message_free(done);
+    }
+    check(s.first == NULL && s.epoch == 5, "the stream was begun anew");
+    sender_free(&s);
+}
+
+static void test_net_begin(void) {
+    stream_test_begin(0);
+    stream_test_begin(1);
+}
+
 // A sender whose eight frames were sent at 1 s and timed out at 3 s, two sent again; frame 0 is acknowledged at 4 s.
 static void slow_link_case(NetSender *s, uint64_t echo) {
     const NetMessage *from;

@@ -19,7 +19,9 @@
 // frame that caused it: a round trip is known also of frames that were sent twice, and a gap counts once.
 //
 // A stream whose receiver was forgotten and made anew is begun again (FRAME_RESTART): the epoch grows, messages that
-// were not acknowledged whole are sent from their beginning.
+// were not acknowledged whole are sent from their beginning. A receiver that has missed the first frames of a new
+// stream asks for the same, and may have them by the time it is heard: as long as no frame was acknowledged, or one was
+// that was sent later than what caused the question, the stream goes on.
 //
 // Times are seconds of one clock, > 0.
 #ifndef LLMC_NET_STREAM_H
@@ -77,6 +79,7 @@ typedef struct {
     double timer;                      // the last progress, or the first frame sent after it
     int tries;                         // timeouts since progress
     double heard;                      // the last acknowledgement, also without progress
+    double acknowledged;               // when the last frame was sent that has brought progress
     double went_back;                  // when it was sent from base again
     uint64_t left;                     // cursor before a timeout that may have been a mistake, 0: none
     double left_allowed;               // and how many frames were allowed
@@ -183,7 +186,7 @@ static inline void sender_restart(NetSender *s, uint64_t epoch) {
     s->epoch = epoch;
     s->base = s->cursor = s->end = s->next_message = 0;
     s->cut = s->first, s->cut_offset = 0, s->unacknowledged = 0;
-    s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW, s->tries = 0, s->left = 0;
+    s->allowed = STREAM_FIRST, s->threshold = STREAM_WINDOW, s->tries = 0, s->left = 0, s->acknowledged = 0.0;
 }
 
 static inline double sender_rto(const NetSender *s) {
@@ -256,17 +259,19 @@ static inline NetMessage *sender_ack(NetSender *s, const Frame *ack, double now,
     NetMessage *done = NULL;
     if (ack->epoch != s->epoch || ack->ack > s->end) return NULL; // of another life of the stream, or nonsense
     s->heard = now;
-    if (ack->flags & FRAME_RESTART) {
-        sender_restart(s, next_epoch);
+    double echo = (double)ack->echo * 1e-6;
+    if ((ack->flags & FRAME_RESTART) && s->base > 0) {
+        if (echo > s->acknowledged) sender_restart(s, next_epoch);
         return NULL;
     }
-    double echo = (double)ack->echo * 1e-6;
     if (echo > 0.0 && echo <= now) sender_measure(s, now - echo);
     if (ack->ack > s->base) {
         sender_recall(s, echo);
         sender_advance(s, ack->ack, now - echo < 2.0 * s->shortest + STREAM_QUEUE, &done);
         s->timer = now, s->tries = 0;
-    } else if ((ack->flags & FRAME_GAP) && ack->ack == s->base && s->cursor > s->base && echo > s->went_back) {
+        if (echo > s->acknowledged) s->acknowledged = echo;
+    } else if ((ack->flags & (FRAME_GAP | FRAME_RESTART)) && ack->ack == s->base && s->cursor > s->base &&
+               echo > s->went_back) {
         s->threshold = s->allowed = sender_half(s);
         sender_go_back(s, now);
     }

@@ -105,11 +105,12 @@ fault_stop() { # SIGSTOP for good
     finish "node1 node3 node4" ""
 }
 
-fault_pause() { # SIGSTOP for 10 s; it comes back by itself
-    start_mesh "$plain -n $((2 * steps))" 4
+fault_pause() { # SIGSTOP for 20 s; it comes back by itself
+    start_mesh "$plain -n $((6 * steps))" 4
     lab_signal 3 STOP
+    lab_stopped=$(date +%s)
     expect 10 "is lost" "the loss is seen"
-    lab_until 3 false || true
+    lab_until $((20 + lab_stopped - $(date +%s))) false || true
     lab_signal 3 CONT
     expect 20 "node 5 from" "it comes back"
     steps_go_on 20
@@ -157,7 +158,7 @@ fault_slow() { # 20 Mbit/s, then 1 Mbit/s for one node: no false alarm
     finish "node1 node2 node3 node4" ""
 }
 
-fault_join() { # a joiner dies while it loads, another while it gets its state
+fault_join() { # a joiner dies while it loads
     start_mesh "$plain -n $((2 * steps))" 4
     lab_signal 4 9
     expect 10 "is lost" "the loss is seen"
@@ -171,6 +172,26 @@ fault_join() { # a joiner dies while it loads, another while it gets its state
     lab_join 4 third
     expect 30 "node 6 from .*replica" "another comes"
     finish "node1 node2 node3" ""
+}
+
+fault_join_state() { # a joiner dies while it gets its state, for which all wait
+    start_mesh "$plain -n $((4 * steps))" 4
+    lab_signal 4 9
+    expect 10 "is lost" "the loss is seen"
+    lab_join 5
+    expect 20 "node 5 from" "a joiner has the role"
+    lab_rate 5 1mbit # it has the data; of its state it gets a part only
+    lab_until 20 lab_stands && say "the run waits for its state" || miss "its state was not sent, or at once"
+    lab_signal 5 9
+    expect 15 "node 5 .*is lost" "it is lost on the way"
+    steps_go_on 20
+    lab_join 4 second
+    expect 30 "node 6 from .*replica" "another comes"
+    finish "node1 node2 node3 second" ""
+}
+lab_stands() { # no step within a second
+    lab_at=$(lab_step)
+    ! lab_until 1 lab_is_at $((lab_at + 1))
 }
 
 fault_restart() { # kill -9 of the coordinator; started again with --resume
@@ -303,7 +324,7 @@ common="$model -d $lab.txt --val-tokens 4096 -n $steps --val-every $steps --save
 plain="$common -x 2 -y 2 --no-cell"
 names="$*"
 if [ -z "$names" ]; then
-    names="kill stop pause host_pause join restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor async token spare"
+    names="kill stop pause host_pause join join_state restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor async token spare"
     [ $lab_has_links = 0 ] || names="$names cut cut_in cut_out relay slow"
 fi
 for fault in none $names; do
