@@ -37,9 +37,9 @@ ZMQ_LIBS := -lzmq
 BASE += $(ZMQ_FLAGS)
 LIBS += $(ZMQ_LIBS)
 endif
-HEADERS := $(wildcard llmc/*.h llmc/*.cuh) dev/bowl.h dev/mask_golden.h dev/net_tests.h dev/status_tests.h
+HEADERS := $(wildcard llmc/*.h llmc/*.cuh dev/*.h)
 EMULATOR := $(wildcard dev/cuda_emulator/*.h dev/cuda_tests/*.h)
-SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bowl.cu dev/bench.cu dev/bench.h dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
+SOURCES := train_gpt.cu test_gpt.cu test_cuda.cu dev/bowl.cu dev/bench.cu dev/bench_cuda.cu $(HEADERS) $(EMULATOR) \
     $(wildcard dev/fuzz/*)
 RUN ?= $(shell ls -dt runs/* 2>/dev/null | head -1)
 
@@ -123,11 +123,11 @@ build/cuda_gpt build/cuda_gpt_fp32: test_gpt.cu train_gpt.cu $(HEADERS) Makefile
 	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) test_gpt.cu -o $@ $(CUDA_LIBS)
 
 # Beside main, nothing of the program's upper half is called there.
-build/bench_cuda build/bench_cuda_fp32: dev/bench_cuda.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile build/train.target
+build/bench_cuda build/bench_cuda_fp32: dev/bench_cuda.cu train_gpt.cu $(HEADERS) Makefile build/train.target
 	@rm -f $@
 	$(NVCC) $(CUDA_FLAGS) $(ONLY_FP32) --diag-suppress 177 -Xcompiler -Wno-unused-function dev/bench_cuda.cu -o $@ $(CUDA_LIBS)
 
-build/bench: dev/bench.cu dev/bench.h train_gpt.cu $(HEADERS) Makefile
+build/bench: dev/bench.cu train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function dev/bench.cu -o $@ $(LIBS)
 
@@ -197,17 +197,26 @@ fuzz:
 plot:
 	@scripts/plot.sh $(RUN)
 
+# Each file by itself, so that -j helps.
+LINT_C := $(addprefix lint-c/,train_gpt.cu test_gpt.cu dev/bench.cu dev/bowl.cu)
+LINT_CUDA := $(addprefix lint-cuda/,train_gpt.cu test_gpt.cu test_cuda.cu dev/bench_cuda.cu)
+.PHONY: lint-format lint-cppcheck $(LINT_C) $(LINT_CUDA)
 lint:
 	@scripts/setup.sh lint
+	@$(MAKE) --no-print-directory lint-format lint-cppcheck $(LINT_C) $(LINT_CUDA)
+
+lint-format:
 	clang-format --dry-run -Werror $(SOURCES)
-	for file in train_gpt.cu test_gpt.cu dev/bench.cu dev/bowl.cu; do \
-	    $(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $$file -o /dev/null && \
-	    $(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file || exit 1; \
-	done
-	for file in train_gpt.cu test_gpt.cu test_cuda.cu dev/bench_cuda.cu; do \
-	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -fsyntax-only $$file && \
-	    $(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -DFLOATX_FP32 -fsyntax-only $$file || exit 1; \
-	done
+
+$(LINT_C): lint-c/%:
+	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
+	$(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $*
+
+$(LINT_CUDA): lint-cuda/%:
+	$(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -fsyntax-only $*
+	$(CXX) $(EMULATED) $(BASE) -Wno-unused-function -Werror -DFLOATX_FP32 -fsyntax-only $*
+
+lint-cppcheck:
 	cppcheck --quiet --language=c --std=c11 --enable=warning,performance,portability --inline-suppr \
 	    --suppress=missingIncludeSystem --error-exitcode=1 -D__GNUC__ -UDEVICE_CUDA train_gpt.cu
 
