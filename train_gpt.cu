@@ -230,7 +230,7 @@ static const Option option_table[] = {
 { "",   "listen",        OPTION_TEXT,   FIELD(listen),       "tcp://0.0.0.0:*", 0, 0,  NULL, "--join: where other cells can dial this one; none: they cannot, all goes through the coordinator" },
 { "",   "no-cell",       OPTION_FLAG,   FIELD(no_cell),      "0",    0,     1,      NULL, "--host: this process has no cell of the model" },
 { "",   "min-replicas",  OPTION_INT,    FIELD(min_replicas), "0",    0,     MESH_MAX_REPLICAS, NULL, "--host: replicas that training begins with, the others may come later; 0 = all" },
-{ "",   "peer-timeout",  OPTION_FLOAT,  FIELD(peer_timeout), "10",   1,     3600,   NULL, "--host: seconds without a word after which a process is given up" },
+{ "",   "peer-timeout",  OPTION_FLOAT,  FIELD(peer_timeout), "10",   3,     3600,   NULL, "--host: seconds without a word after which a process is given up; 30 times as many if only its main thread is silent" },
 { "",   "anchor-timeout", OPTION_FLOAT, FIELD(anchor_timeout), "600", 0,    1e9,    NULL, "--host: seconds without an anchor after which its last factors are not used any more" },
 { "",   "status-port",   OPTION_INT,    FIELD(status_port),  "0",    0,     65535,  NULL, "--host: a page that shows the run, and /metrics for Prometheus, on this port; 0 = none" },
 { "",   "status-address", OPTION_TEXT,  FIELD(status_address), "127.0.0.1", 0, 0,   NULL, "--status-port: where; all who reach it can look" },
@@ -8085,7 +8085,12 @@ typedef struct {
     int64_t had;     // the last snapshot whose factors it has
     NetTotals links; // as it has told last
     int has_links;
+    double spoke; // when its main thread was heard last, which tells of its links each second
 } Contact;
+
+// Times --peer-timeout: a node whose network answers but whose main thread says nothing hangs. No part of its work
+// takes so long between two looks at what has come.
+#define MEMBER_HANGS 30.0
 
 typedef struct {
     Trainer *trainer;
@@ -8232,9 +8237,11 @@ static json_t *setup_order(const Coordinator *c, int role) {
 static int give_roles(Coordinator *c) {
     for (int i = 0; i < c->members.n; i++) {
         Member *member = &c->members.members[i];
+        Contact *contact = contact_of(c, member->node);
         int role = member->state == MEMBER_SPARE ? membership_vacancy(&c->members) : -1;
         if (role < 0) continue;
         member->role = role, member->state = MEMBER_LOADING;
+        if (contact != NULL) contact->spoke = seconds(); // spares say nothing
         if (send_order(c->net, member->node, setup_order(c, role))) return -1;
     }
     return 0;
@@ -8258,7 +8265,7 @@ static int admit_node(Coordinator *c, const NetEvent *event) {
     c->contacts = contacts;
     Contact *contact = &contacts[c->n_contacts++];
     memset(contact, 0, sizeof *contact);
-    contact->node = id, contact->had = -1;
+    contact->node = id, contact->had = -1, contact->spoke = seconds();
     contact->steps = (json_t **)calloc(pace_steps(c), sizeof(json_t *));
     if (contact->steps == NULL) return error_set("out of memory for a node");
     memcpy(contact->key, event->public_key, sizeof contact->key);
@@ -9050,20 +9057,35 @@ static int lose_member(Coordinator *c, uint32_t node, const char *reason) {
     return try_begin(c);
 }
 
+// Why a member is to be given up: 1 and the reason, or 0.
+static int member_is_lost(const Coordinator *c, const Member *member, double now, char *reason, size_t size) {
+    NetStatus status;
+    const Contact *contact = contact_of(c, member->node);
+    double limit = (double)c->trainer->opts.peer_timeout, hangs = contact != NULL ? now - contact->spoke : 0.0;
+    if (net_status(c->net, member->node, &status)) return 0;
+    if (status.silence >= limit || status.deafness >= limit)
+        snprintf(reason, size, "%s for %.0f s", status.silence < limit ? "it hears nothing" : "silent",
+                 fmax(status.silence, status.deafness));
+    else if (member->role >= 0 && hangs >= MEMBER_HANGS * limit)
+        snprintf(reason, size, "it answers, but has not got on for %.0f s", hangs);
+    else
+        return 0;
+    return 1;
+}
+
 // Looks who has not been heard of for too long. Should this process itself have stood still, others get their time
 // anew.
 static int watch_members(Coordinator *c) {
     char reason[64];
-    double limit = (double)c->trainer->opts.peer_timeout, now = seconds();
-    if (now - c->watched > 0.5 * limit) c->grace = now + limit;
+    double limit = (double)c->trainer->opts.peer_timeout, now = seconds(), stood = now - c->watched;
+    if (stood > 0.5 * limit) {
+        c->grace = now + limit;
+        for (int i = 0; i < c->n_contacts; i++) c->contacts[i].spoke += stood;
+    }
     c->watched = now;
     if (now < c->grace) return 0;
     for (int i = 0; i < c->members.n; i++) {
-        NetStatus status;
-        if (net_status(c->net, c->members.members[i].node, &status)) continue;
-        if (status.silence < limit && status.deafness < limit) continue;
-        snprintf(reason, sizeof reason, "%s for %.0f s", status.silence < limit ? "it hears nothing" : "silent",
-                 fmax(status.silence, status.deafness));
+        if (!member_is_lost(c, &c->members.members[i], now, reason, sizeof reason)) continue;
         if (lose_member(c, c->members.members[i].node, reason)) return -1;
         i = -1; // the list is another
     }
@@ -9144,7 +9166,9 @@ static int take_message(Coordinator *c, Member *member, json_t *about) {
 static int take_event(Coordinator *c, NetEvent *event) {
     int result = 0;
     Member *member = membership_find(&c->members, event->from);
+    Contact *contact = contact_of(c, event->from);
     if (event->kind == NET_HELLO) return admit_node(c, event);
+    if (contact != NULL && event->kind == NET_MESSAGE) contact->spoke = seconds();
     if (event->kind == NET_INTRUDER) {
         run_clear_line(&c->trainer->run);
         printf("refused: %s\n", event->text);

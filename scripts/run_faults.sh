@@ -194,6 +194,23 @@ lab_stands() { # no step within a second
     ! lab_until 1 lab_is_at $((lab_at + 1))
 }
 
+fault_hang() { # the main thread of a cell stands still for 100 s while its network answers
+    start_mesh "$plain -n $((8 * steps))" 4
+    command -v python3 > /dev/null || { say "needs python3 to hold one thread" && finish "" "" && return; }
+    python3 -c 'import ctypes, sys, time
+trace = ctypes.CDLL(None, use_errno=True).ptrace
+trace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+thread = int(sys.argv[1])
+trace(0x4206, thread, None, None)  # seize: this thread alone
+trace(0x4207, thread, None, None)  # interrupt
+time.sleep(100)' "$(lab_pid node3)" &
+    expect 110 "node 3 .*is lost: it answers, but" "it is given up"
+    steps_go_on 20
+    wait $!
+    expect 60 "node 5 from" "it comes back"
+    finish "node1 node2 node3 node4" ""
+}
+
 fault_restart() { # kill -9 of the coordinator; started again with --resume
     start_mesh "$plain" 4
     expect_step 60 $((steps / 4 + 5))
@@ -324,7 +341,7 @@ common="$model -d $lab.txt --val-tokens 4096 -n $steps --val-every $steps --save
 plain="$common -x 2 -y 2 --no-cell"
 names="$*"
 if [ -z "$names" ]; then
-    names="kill stop pause host_pause join join_state restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor async token spare"
+    names="kill stop pause host_pause join join_state hang restart restart_early all anchor anchor_stale anchor_klt anchor_delay last_with_anchor async token spare"
     [ $lab_has_links = 0 ] || names="$names cut cut_in cut_out relay slow"
 fi
 for fault in none $names; do
