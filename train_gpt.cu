@@ -1035,8 +1035,8 @@ static void gguf_put_model(FileWriter *file, int begun, const Stage *model, int 
     if (!begun) gguf_put_padding(file);
 }
 
-// Writes a GGUF file with the tokenizer in it, aside and then renamed.
-static int model_save_gguf(const Stage *model, const json_t *side_files, const char *path, Dtype dtype) {
+// Writes a GGUF file, aside and then renamed. *named = 1 if the tokenizer is in it, 0 if GGUF has no name for its kind.
+static int model_save_gguf(const Stage *model, const json_t *side_files, const char *path, Dtype dtype, int *named) {
     char aside[PATH_MAX];
     FileWriter file;
     const Config *config = &model->config;
@@ -1049,8 +1049,7 @@ static int model_save_gguf(const Stage *model, const json_t *side_files, const c
     json_t *metadata = family >= 0 ? gguf_metadata(json, &config->rope, family, dtype) : NULL;
     json_decref(json);
     if (metadata == NULL) return -1;
-    if (!gguf_put_tokenizer(metadata, side_files, config->vocab, config->bos_id, config->eos_id))
-        printf("%s: without a tokenizer, there is none that GGUF has a name for\n", path);
+    *named = gguf_put_tokenizer(metadata, side_files, config->vocab, config->bos_id, config->eos_id);
     int result = file_writer_open(&file, aside);
     if (result == 0) {
         gguf_put_head(&file, metadata, n_tensors);
@@ -7718,14 +7717,15 @@ static int export_model(Trainer *trainer) {
     static const Dtype dtypes[] = {DTYPE_BF16, DTYPE_F32, DTYPE_F16};
     Dtype dtype = dtypes[opts->export_dtype];
     const Stage *model = mesh_model(&trainer->mesh, 0);
-    int result;
+    int result, has_tokenizer = 1;
     if (ends_with(opts->export_to, ".bin"))
         result = model_save_native(model, ARENA_PARAMS, trainer->side_files, opts->export_to, dtype);
     else if (ends_with(opts->export_to, ".gguf"))
-        result = model_save_gguf(model, trainer->side_files, opts->export_to, dtype);
+        result = model_save_gguf(model, trainer->side_files, opts->export_to, dtype, &has_tokenizer);
     else
         result = model_save_folder(model, trainer->side_files, opts->export_to, dtype);
     if (result != 0) return -1;
+    if (!has_tokenizer) printf("%s has no tokenizer: GGUF has no name for the model's\n", opts->export_to);
     printf("exported %lld parameters as %s to %s\n", (long long)trainer->n_params, dtype_name(dtype), opts->export_to);
     return 0;
 }

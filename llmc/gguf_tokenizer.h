@@ -57,8 +57,9 @@ enum { GGUF_PRES = sizeof gguf_pres / sizeof *gguf_pres };
 typedef struct {
     const json_t *metadata, *tokens, *types, *scores;
     int n;
-    int bos, eos, unknown; // -1: none
+    int bos, eos, unknown, padding; // -1: none
     int adds_bos, adds_eos;
+    int is_bytes; // the built-in tokenizer
     const char *path;
 } GgufTokens;
 
@@ -104,7 +105,7 @@ static inline int gguf_flag(const json_t *metadata, const char *key, int fallbac
 
 // The lists and ids, checked: all of the same length, at most vocab.
 static inline int gguf_read_tokens(GgufTokens *t, const json_t *metadata, const char *path, int vocab, int adds_bos) {
-    GgufTokens none = {metadata, NULL, NULL, NULL, -1, -1, -1, -1, 0, 0, path};
+    GgufTokens none = {metadata, NULL, NULL, NULL, -1, -1, -1, -1, -1, 0, 0, 0, path};
     *t = none;
     if (gguf_list(&t->tokens, t, "tokenizer.ggml.tokens", JSON_STRING)) return -1;
     size_t n = json_array_size(t->tokens);
@@ -120,7 +121,8 @@ static inline int gguf_read_tokens(GgufTokens *t, const json_t *metadata, const 
         gguf_list(&t->scores, t, "tokenizer.ggml.scores", JSON_REAL) ||
         gguf_token_id(&t->bos, t, "tokenizer.ggml.bos_token_id") ||
         gguf_token_id(&t->eos, t, "tokenizer.ggml.eos_token_id") ||
-        gguf_token_id(&t->unknown, t, "tokenizer.ggml.unknown_token_id"))
+        gguf_token_id(&t->unknown, t, "tokenizer.ggml.unknown_token_id") ||
+        gguf_token_id(&t->padding, t, "tokenizer.ggml.padding_token_id"))
         return -1;
     t->adds_bos = t->bos >= 0 && gguf_flag(metadata, "tokenizer.ggml.add_bos_token", adds_bos);
     t->adds_eos = t->eos >= 0 && gguf_flag(metadata, "tokenizer.ggml.add_eos_token", 0);
@@ -237,8 +239,8 @@ static inline int gguf_read_gpt2(json_t **json, GgufTokens *t, const json_t *met
     any_number.n = -1;
     if (gguf_list(&merges, &any_number, "tokenizer.ggml.merges", JSON_STRING)) return -1;
     if (merges == NULL) return error_set("%s: tokenizer.ggml.merges is missing", path);
-    if (gguf_is_byte_tokenizer(t, merges)) *json = tokenizer_byte_json();
-    if (pre == NULL || *json != NULL) return 0;
+    t->is_bytes = gguf_is_byte_tokenizer(t, merges);
+    if (pre == NULL || t->is_bytes) return 0;
     json_t *normalizer = pre->nfc ? json_pack("{s:s}", "type", "NFC") : json_null();
     *json = gguf_assemble(gguf_added(t, 0), normalizer, gguf_pre_tokenizer(pre), gguf_processor(t), gguf_byte_level(1),
                           gguf_bpe(gguf_vocab(t), json_incref((json_t *)merges), NULL, 0, pre->whole));
@@ -374,10 +376,10 @@ static inline json_t *gguf_tokenizer_config(const GgufTokens *t) {
     const struct {
         const char *name;
         int id;
-    } tokens[] = {{"bos_token", t->bos}, {"eos_token", t->eos}, {"unk_token", t->unknown}};
+    } tokens[] = {{"bos_token", t->bos}, {"eos_token", t->eos}, {"unk_token", t->unknown}, {"pad_token", t->padding}};
     json_t *config = json_pack("{s:s, s:b, s:b, s:b}", "tokenizer_class", "PreTrainedTokenizerFast", "add_bos_token",
                                t->adds_bos, "add_eos_token", t->adds_eos, "clean_up_tokenization_spaces", 0);
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 4; i++)
         if (tokens[i].id >= 0) json_object_set_new(config, tokens[i].name, json_string(gguf_token(t, tokens[i].id)));
     return config;
 }
@@ -389,10 +391,17 @@ static inline int gguf_tokenizer_files(json_t *files, const json_t *metadata, co
     const char *model = json_string_value(json_object_get(metadata, "tokenizer.ggml.model"));
     json_t *template_text = json_object_get(metadata, "tokenizer.chat_template"), *json = NULL;
     GgufTokens tokens;
+    memset(&tokens, 0, sizeof tokens);
     if (json_is_string(template_text)) json_object_set(files, "chat_template.jinja", template_text);
     if (model != NULL && strcmp(model, "gpt2") == 0 && gguf_read_gpt2(&json, &tokens, metadata, path, vocab)) return -1;
     if (model != NULL && strcmp(model, "llama") == 0 && gguf_read_llama(&json, &tokens, metadata, path, vocab))
         return -1;
+    if (tokens.is_bytes) {
+        json_t *bytes = tokenizer_byte_files();
+        int result = bytes != NULL ? json_object_update(files, bytes) : -1;
+        json_decref(bytes);
+        return result == 0 ? 0 : error_set("%s: out of memory for the tokenizer", path);
+    }
     if (json == NULL) return 0;
     if (gguf_add_file(files, "tokenizer.json", json)) return -1;
     return gguf_add_file(files, "tokenizer_config.json", gguf_tokenizer_config(&tokens));
@@ -604,6 +613,24 @@ static inline json_t *gguf_chat_template(const json_t *files) {
     return found;
 }
 
+// The ids of special tokens that tokenizer_config.json names and the model's config does not.
+static inline void gguf_put_specials(json_t *metadata, const json_t *files) {
+    static const char *const names[2][2] = {{"unk_token", "tokenizer.ggml.unknown_token_id"},
+                                            {"pad_token", "tokenizer.ggml.padding_token_id"}};
+    const char *text = json_string_value(json_object_get(files, "tokenizer_config.json"));
+    json_t *config = text != NULL ? json_loads(text, 0, NULL) : NULL, *token;
+    size_t id;
+    for (int i = 0; i < 2; i++) {
+        json_t *wanted = json_object_get(config, names[i][0]); // a spelling, or an object with it
+        const char *spelling = json_string_value(json_is_object(wanted) ? json_object_get(wanted, "content") : wanted);
+        json_array_foreach(json_object_get(metadata, "tokenizer.ggml.tokens"), id, token) {
+            if (spelling != NULL && strcmp(spelling, json_string_value(token)) == 0)
+                json_object_set_new(metadata, names[i][1], json_integer((json_int_t)id));
+        }
+    }
+    json_decref(config);
+}
+
 // Adds a model's tokenizer (its files: name -> text) to the metadata of a GGUF. 1, or 0 if it has none of a kind that
 // GGUF names: then only its template and ids are there.
 static inline int gguf_put_tokenizer(json_t *metadata, const json_t *files, int vocab, int bos, int eos) {
@@ -620,6 +647,7 @@ static inline int gguf_put_tokenizer(json_t *metadata, const json_t *files, int 
     if (known) {
         json_object_set_new(kept, "tokenizer.ggml.add_bos_token", json_boolean(gguf_marks(processor, 0)));
         json_object_set_new(kept, "tokenizer.ggml.add_eos_token", json_boolean(gguf_marks(processor, 1)));
+        gguf_put_specials(kept, files);
         json_object_update(metadata, kept);
     }
     json_decref(kept);
