@@ -123,6 +123,31 @@ static void check_ranges(const char *path, const char *name) {
     model_file_close(&file);
 }
 
+// What a coordinator writes for its nodes of a GGUF is what the GGUF is read as.
+static void check_written(const char *path) {
+    ModelFile file;
+    Stage stage;
+    SafeTensors written;
+    char out[PATH_MAX];
+    snprintf(out, sizeof out, "%s", scratch_path("part.bin"));
+    memset(&stage, 0, sizeof stage);
+    int result = model_file_open(&file, path) || stage_table(&stage, &file.config, 0, file.config.n_layers) ||
+                 write_weights(&file, stage.tensors, stage.n_tensors, out) || safetensors_open(&written, out);
+    if (!check(result == 0, "%s", error_message)) return;
+    for (int i = 0; i < stage.n_tensors; i++) {
+        const SafeTensor *a = model_file_find(&file, stage.tensors[i].name, NULL),
+                         *b = safetensors_find(&written, stage.tensors[i].name);
+        float *values = guarded(stage.tensors[i].n);
+        check(safetensor_read(values, a, 0, stage.tensors[i].n) == 0 && b != NULL && b->dtype == DTYPE_F32 &&
+                  memcmp(values, b->data, sizeof(float) * (size_t)stage.tensors[i].n) == 0,
+              "%s differs", stage.tensors[i].name);
+        release(values, stage.tensors[i].n, stage.tensors[i].name);
+    }
+    safetensors_close(&written);
+    stage_free(&stage);
+    model_file_close(&file);
+}
+
 // What an export as this type keeps of the weights: matrices rounded, norms as they are.
 static void round_weights(Stage *stage, Dtype dtype) {
     for (int i = 0; i < stage->n_tensors; i++) {
@@ -162,6 +187,7 @@ static void test_gguf_files(void) {
     }
     check_ranges(GGUF_FIXTURES "untied.gguf", "model.layers.0.self_attn.k_proj.weight");
     check_ranges(GGUF_FIXTURES "mixed.gguf", "model.layers.1.self_attn.q_proj.weight");
+    check_written(GGUF_FIXTURES "mixed.gguf");
 }
 
 // The program: a GGUF is evaluated as the folder it came from, exported and trained on.

@@ -7,7 +7,7 @@
 //   version 1, 256 bytes: u32 0x616b3432, i32 1, the same seven sizes, u8 1 if the head is the embedding
 //     of all layers: norms, norms; last norm; embedding; of all layers: wq, wk, wv, wo, w1, w2, w3; the head if another
 // Valid only if the file is exactly as long as its sizes say. RoPE has base 10000 and pairs neighbouring rows; norms
-// have eps 1e-5. The tokenizer is a file of its own.
+// have eps 1e-5. The tokenizer is a file of its own, as a rule tokenizer.bin beside the model; it is not read here.
 //
 // A safetensors file begins with a header length below 2^27 in 8 bytes: here the upper four are hidden_dim or a
 // version, never 0, so no file is both.
