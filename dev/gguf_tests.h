@@ -370,6 +370,7 @@ static void test_gguf_config(void) {
         {"llama.context_length", "1e9", "max_position_embeddings is not a whole number"},
         {"llama.rope.freq_base", "0.5", "rope_theta 0.5"},
         {"tokenizer.ggml.bos_token_id", "101", "special token id is beyond the vocabulary"},
+        {"llama.attention.layer_norm_epsilon", "0.5", "llama.attention.layer_norm_epsilon is 0.5"},
         {"general.name", "\"no matter\"", NULL},
     };
     Fixture f, scaled;
@@ -434,7 +435,9 @@ static void test_gguf_families(void) {
                   "num_hidden_layers", 36, "hidden_size", 2048, "intermediate_size", 11008, "num_attention_heads", 16,
                   "num_key_value_heads", 4, "max_position_embeddings", 65536, "rope_theta", 5e6, "head_dim", 128,
                   "tie_word_embeddings", 1, "no_rope_layer_interval", 4);
-    check(json_equal(config, expected), "the config is %s", json_dumps(config, 0));
+    char *text = json_dumps(config, 0);
+    check(json_equal(config, expected), "the config is %s", text);
+    free(text);
     json_decref(config);
     json_decref(expected);
     json_decref(file.metadata);

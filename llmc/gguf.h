@@ -360,7 +360,9 @@ static inline void gguf_put_value(FileWriter *file, const json_t *value, int typ
         int inner = json_array_size(value) > 0 ? gguf_json_type(json_array_get(value, 0), 1) : GGUF_STRING;
         gguf_put_number(file, (uint64_t)inner, 4);
         gguf_put_number(file, json_array_size(value), 8);
-        json_array_foreach(value, index, element) gguf_put_value(file, element, inner);
+        json_array_foreach(value, index, element) {
+            gguf_put_value(file, element, inner);
+        }
         return;
     }
     default: gguf_put_number(file, (uint64_t)json_integer_value(value), 4); return;

@@ -182,7 +182,9 @@ static inline int gguf_check_keys(const json_t *config, const json_t *metadata, 
     const json_t *window = gguf_get(metadata, arch, "attention.sliding_window");
     double context = json_number_value(json_object_get(config, "max_position_embeddings"));
     double head_dim = json_number_value(json_object_get(config, "head_dim"));
-    if (gguf_must_be(metadata, arch, "expert_count", 0, where)) return -1;
+    if (gguf_must_be(metadata, arch, "expert_count", 0, where) ||
+        gguf_must_be(metadata, arch, "attention.layer_norm_epsilon", (double)1e-5f, where))
+        return -1;
     if (json_number_value(window) > 0 && json_number_value(window) < context)
         return error_set("%s: %s.attention.sliding_window is not supported", where, arch);
     if (gguf_must_be(metadata, arch, "attention.value_length", head_dim, where)) return -1;
