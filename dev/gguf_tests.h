@@ -86,10 +86,12 @@ static void test_gguf_logits(void) {
     RopeConfig rope = {500.0f, 1, 4.0f, 1.0f, 4.0f, 24};
     check(memcmp(&stage.config.rope, &rope, sizeof rope) == 0, "the scaling is not what rope_freqs was made of");
     float *expected = dump_values(&dump, "", "logits", &n), *ours = guarded(n);
-    uint32_t *ids = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(B * T));
-    memcpy(ids, tokens->data, sizeof(uint32_t) * (size_t)(B * T));
+    Batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch_alloc(&batch, B, T);
+    memcpy(batch.tokens, tokens->data, sizeof(int32_t) * (size_t)(B * T));
     stage_round(&stage, stream);
-    stage_forward(&stage, 0, ids, B, T, NULL, NULL, stream);
+    stage_forward(&stage, 0, batch.tokens, B, T, NULL, NULL, stream);
     floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
     matmul_forward(product, stage.normed, stage_weight(&stage, stage.p.head), B * T, stage.config.channels,
                    stage.config.vocab, NULL, stream);
@@ -98,7 +100,7 @@ static void test_gguf_logits(void) {
     device_free(product);
     release(ours, n, "logits");
     free(expected);
-    free(ids);
+    batch_free(&batch);
     stage_free(&stage);
     stream_destroy(stream);
     safetensors_close(&dump);

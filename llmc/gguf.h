@@ -253,7 +253,7 @@ static inline int gguf_read_tensor(GgufReader *r, SafeTensor *tensor, json_t *na
 // *alignment = what the metadata say, a power of two.
 static inline int gguf_alignment(const json_t *metadata, const char *path, uint64_t *alignment) {
     const json_t *value = json_object_get(metadata, "general.alignment");
-    int64_t given = value != NULL ? json_size(value) : GGUF_ALIGNMENT;
+    int64_t given = value != NULL ? json_size(value) : (int64_t)GGUF_ALIGNMENT;
     *alignment = (uint64_t)given;
     if (given >= 1 && given <= GGUF_MAX_ALIGNMENT && (given & (given - 1)) == 0) return 0;
     return error_set("%s: general.alignment is not a power of two up to %d", path, GGUF_MAX_ALIGNMENT);

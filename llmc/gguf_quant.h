@@ -118,8 +118,12 @@ static inline void quant_read(float *out, Dtype dtype, const uint8_t *blocks, in
     while (n > 0) {
         const uint8_t *block = blocks + (size_t)(first / size) * dtype_size(dtype);
         int64_t skip = first % size, count = n < size - skip ? n : size - skip;
-        quant_block(count == size ? out : values, dtype, block);
-        if (count != size) memcpy(out, values + skip, sizeof(float) * (size_t)count);
+        if (count == size) {
+            quant_block(out, dtype, block);
+        } else {
+            quant_block(values, dtype, block);
+            memcpy(out, values + skip, sizeof(float) * (size_t)count);
+        }
         out += count, first += count, n -= count;
     }
 }
