@@ -151,7 +151,7 @@ static const char rotate_geometries[] = ROTATE_GEOMETRY, refresh_names[] = REFRE
 // clang-format off
 static const Option option_table[] = {
 // flag  name            type           field              default   min    max     choices   help
-{ "-m", "model",         OPTION_TEXT,   FIELD(model),        "",     0,     0,      NULL, "model: a .bin, a Hugging Face folder, or a run's folder" },
+{ "-m", "model",         OPTION_TEXT,   FIELD(model),        "",     0,     0,      NULL, "model: a .bin, a .gguf, a Hugging Face folder, or a run's folder" },
 { "",   "init",          OPTION_TEXT,   FIELD(init),         "",     0,     0,      NULL, "random model instead: a preset, a config.json, or d=256,layers=8,..." },
 { "-d", "data",          OPTION_LIST,   FIELD(data),         "",     0,     0,      NULL, "training data: .txt, .jsonl, token .bin; several, patterns" },
 { "",   "val-data",      OPTION_LIST,   FIELD(val_data),     "",     0,     0,      NULL, "held-out data; without it a part of -d is held out" },

@@ -437,6 +437,12 @@ static void test_gguf_families(void) {
                   "num_hidden_layers", 36, "hidden_size", 2048, "intermediate_size", 11008, "num_attention_heads", 16,
                   "num_key_value_heads", 4, "max_position_embeddings", 65536, "rope_theta", 5e6, "head_dim", 128,
                   "tie_word_embeddings", 1, "no_rope_layer_interval", 4);
+    check(gguf_export_family(config, "x") >= 0, "%s", error_message);
+    json_object_set_new(config, "no_rope_layers", json_pack("[i, i, i, i, i]", 1, 1, 1, 0, 1));
+    check(gguf_export_family(config, "x") >= 0, "%s", error_message);
+    json_object_set_new(config, "no_rope_layers", json_pack("[i, i]", 1, 0));
+    check_error(gguf_export_family(config, "x"), "have no RoPE but every fourth", "other layers without RoPE");
+    json_object_del(config, "no_rope_layers");
     char *text = json_dumps(config, 0);
     check(json_equal(config, expected), "the config is %s", text);
     free(text);

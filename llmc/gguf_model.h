@@ -335,10 +335,25 @@ static inline int64_t gguf_source_row(int64_t row, int HD) {
     return row - i + i % 2 * (HD / 2) + i / 2;
 }
 
+// 1 if a SmolLM3 leaves RoPE out in every fourth layer, as GGUF takes it for granted.
+static inline int gguf_skips_fourth(const json_t *config) {
+    size_t layer;
+    json_t *rotates;
+    const json_t *interval = json_object_get(config, "no_rope_layer_interval");
+    const json_t *layers = json_object_get(config, "no_rope_layers"); // 1: with RoPE; it goes before the interval
+    if (!json_is_array(layers)) return interval == NULL || json_integer_value(interval) == 4;
+    json_array_foreach((json_t *)layers, layer, rotates) {
+        if (json_integer_value(rotates) != (layer % 4 != 3)) return 0;
+    }
+    return 1;
+}
+
 // The family under which a config is written; -1 with an error message if GGUF has none.
 static inline int gguf_export_family(const json_t *config, const char *path) {
     const char *type = json_string_value(json_object_get(config, "model_type"));
     int family = type != NULL ? gguf_family(NULL, type) : -1;
+    if (family >= 0 && strcmp(type, "smollm3") == 0 && !gguf_skips_fourth(config))
+        return error_set("%s: a GGUF cannot say which layers of a SmolLM3 have no RoPE but every fourth", path);
     if (family < 0)
         error_set("%s: a model of type '%.40s' has no GGUF architecture here", path, type != NULL ? type : "");
     return family;
@@ -363,6 +378,7 @@ static inline json_t *gguf_metadata(const json_t *config, const RopeConfig *rope
                 {"rope.dimension_count", json_incref(json_object_get(config, "head_dim"))},
                 {"vocab_size", json_incref(json_object_get(config, "vocab_size"))},
                 {"rope.freq_base", json_from_float(rope->theta)},
+                {"attention.layer_norm_epsilon", strcmp(arch, "olmo") == 0 ? json_from_float(1e-5f) : NULL},
                 {"rope.scaling.original_context_length", rope->scaled ? json_integer(rope->original_context) : NULL},
                 {"rope.scaling.low_freq_factor", rope->scaled ? json_from_float(rope->low_freq_factor) : NULL},
                 {"rope.scaling.high_freq_factor", rope->scaled ? json_from_float(rope->high_freq_factor) : NULL}};
