@@ -8703,6 +8703,7 @@ static void test_processes_resume(void) {
 
 #include "dev/net_tests.h"
 #endif
+#include "dev/gguf_tests.h"
 #include "dev/status_tests.h"
 
 static const struct {
@@ -8807,6 +8808,16 @@ static const struct {
     {"sampling", test_sampling},
     {"safetensors", test_safetensors},
     {"model_files", test_model_files},
+    {"halves", test_halves},
+    {"gguf_quants", test_gguf_quants},
+    {"gguf_logits", test_gguf_logits},
+    {"gguf_files", test_gguf_files},
+    {"gguf_program", test_gguf_program},
+    {"gguf_refused", test_gguf_refused},
+    {"gguf_config", test_gguf_config},
+    {"gguf_families", test_gguf_families},
+    {"gguf_tokenizer", test_gguf_tokenizer},
+    {"llama2c", test_llama2c},
     {"config", test_config},
     {"options", test_options},
     {"tokenizer", test_tokenizer},

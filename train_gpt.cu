@@ -151,7 +151,7 @@ static const char rotate_geometries[] = ROTATE_GEOMETRY, refresh_names[] = REFRE
 // clang-format off
 static const Option option_table[] = {
 // flag  name            type           field              default   min    max     choices   help
-{ "-m", "model",         OPTION_TEXT,   FIELD(model),        "",     0,     0,      NULL, "model: a .bin, a Hugging Face folder, or a run's folder" },
+{ "-m", "model",         OPTION_TEXT,   FIELD(model),        "",     0,     0,      NULL, "model: a .bin, a .gguf, a Hugging Face folder, or a run's folder" },
 { "",   "init",          OPTION_TEXT,   FIELD(init),         "",     0,     0,      NULL, "random model instead: a preset, a config.json, or d=256,layers=8,..." },
 { "-d", "data",          OPTION_LIST,   FIELD(data),         "",     0,     0,      NULL, "training data: .txt, .jsonl, token .bin; several, patterns" },
 { "",   "val-data",      OPTION_LIST,   FIELD(val_data),     "",     0,     0,      NULL, "held-out data; without it a part of -d is held out" },
@@ -240,8 +240,8 @@ static const Option option_table[] = {
 { "",   "max-tokens",    OPTION_INT,    FIELD(max_tokens),   "200",  1,     1e6,    NULL, "length of what is generated" },
 { "",   "temperature",   OPTION_FLOAT,  FIELD(temperature),  "0.8",  0,     100,    NULL, "of sampling; 0 = the likeliest token" },
 { "",   "top-p",         OPTION_FLOAT,  FIELD(top_p),        "0.95", 0.01,  1,      NULL, "sample from the likeliest tokens of this total probability" },
-{ "",   "export",        OPTION_TEXT,   FIELD(export_to),    "",     0,     0,      NULL, "write the model: NAME.bin, or a folder for transformers; then exit" },
-{ "",   "export-dtype",  OPTION_CHOICE, FIELD(export_dtype), "bf16", 0,     0,      "bf16|fp32", "of exported weights" },
+{ "",   "export",        OPTION_TEXT,   FIELD(export_to),    "",     0,     0,      NULL, "write the model: NAME.bin, NAME.gguf, or a folder for transformers; then exit" },
+{ "",   "export-dtype",  OPTION_CHOICE, FIELD(export_dtype), "bf16", 0,     0,      "bf16|fp32|f16", "of exported weights" },
 { "",   "check-weights", OPTION_FLAG,   FIELD(check_weights), "0",   0,     1,      NULL, "look for NaN and infinity in a loaded model" },
 { "",   "dry-run",       OPTION_FLAG,   FIELD(dry_run),      "0",    0,     1,      NULL, "print parameters, memory, tokens and steps, then exit" },
 { "-h", "help",          OPTION_FLAG,   FIELD(help),         "0",    0,     1,      NULL, "print this" },
@@ -940,10 +940,15 @@ static int model_write_weights(const Stage *model, Arena arena, const char *path
     return 0;
 }
 
+// What a config.json calls a type of weights.
+static const char *torch_name(Dtype dtype) {
+    return dtype == DTYPE_F32 ? "float32" : dtype == DTYPE_F16 ? "float16" : "bfloat16";
+}
+
 // Metadata of a native file: config and side files; NULL with an error message.
 static json_t *native_metadata(const Config *config, const json_t *side_files, Dtype dtype, const char *path) {
     json_t *metadata = json_copy((json_t *)side_files);
-    json_t *json = config_to_json(config, dtype == DTYPE_F32 ? "float32" : "bfloat16");
+    json_t *json = config_to_json(config, torch_name(dtype));
     char *text = json != NULL ? json_dumps(json, JSON_COMPACT | JSON_FLOAT_DIGITS) : NULL;
     json_decref(json);
     if (metadata != NULL && text != NULL && json_object_set_new(metadata, "format", json_string("pt")) == 0 &&
@@ -967,7 +972,7 @@ static int model_save_native(const Stage *model, Arena arena, const json_t *side
 static int model_save_folder(const Stage *model, const json_t *side_files, const char *folder, Dtype dtype) {
     char path[PATH_MAX];
     const char *name;
-    json_t *config = config_to_json(&model->config, dtype == DTYPE_F32 ? "float32" : "bfloat16"), *side;
+    json_t *config = config_to_json(&model->config, torch_name(dtype)), *side;
     char *text = config != NULL ? json_dumps(config, JSON_INDENT(2) | JSON_FLOAT_DIGITS) : NULL;
     json_decref(config);
     if (text == NULL) return error_set("%s: out of memory", folder);
@@ -981,6 +986,80 @@ static int model_save_folder(const Stage *model, const json_t *side_files, const
         if (result == 0) result = path_join(path, folder, name);
         if (result == 0) result = file_write_text(path, json_string_value(side));
     }
+    return result;
+}
+
+// Norms and biases stay F32 in a GGUF.
+static Dtype gguf_dtype(const Tensor *tensor, Dtype dtype) {
+    return tensor->n_dims > 1 ? dtype : DTYPE_F32;
+}
+
+// Appends a tensor's values to a GGUF. HD: heads of so many rows are interleaved, 0: rows as they are.
+static void gguf_put_tensor(const Stage *stage, FileWriter *file, const Tensor *tensor, int HD, Dtype dtype) {
+    int64_t columns = tensor->n_dims > 1 ? tensor->shape[1] : 1, count;
+    const float *values = stage->params + tensor->offset;
+    for (int64_t at = 0; at < tensor->n; at += count) {
+        int64_t left = HD > 0 ? columns - at % columns : tensor->n - at;
+        int64_t from = HD > 0 ? gguf_source_row(at / columns, HD) * columns + at % columns : at;
+        count = left < STAGING ? left : STAGING;
+        device_copy(stage->staging, values + from, sizeof(float) * (size_t)count, stage->stream);
+        floats_write(file, stage->staging, count, gguf_dtype(tensor, dtype));
+    }
+    gguf_put_padding(file);
+}
+
+// The table (begun = 0) or the data of a model's tensors, with the factors of a scaled RoPE as the first.
+static void gguf_put_model(FileWriter *file, int begun, const Stage *model, int family, Dtype dtype) {
+    char name[2 * GGUF_MAX_NAME];
+    float factors[2048];
+    int post_norm = strcmp(gguf_families[family].arch, "olmo2") == 0, HD = model->config.head_dim;
+    int64_t half = HD / 2;
+    uint64_t offset = 0;
+    if (model->config.rope.scaled && !begun) gguf_put_entry(file, "rope_freqs.weight", DTYPE_F32, &half, 1, &offset);
+    if (model->config.rope.scaled && begun) {
+        gguf_rope_factors(factors, &model->config.rope, HD);
+        floats_write(file, factors, half, DTYPE_F32);
+        gguf_put_padding(file);
+    }
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            int rotated = gguf_families[family].interleaved && gguf_is_rotated(tensor->name);
+            gguf_rename(name, sizeof name, tensor->name, 0, post_norm);
+            if (begun)
+                gguf_put_tensor(stage, file, tensor, rotated ? HD : 0, dtype);
+            else
+                gguf_put_entry(file, name, gguf_dtype(tensor, dtype), tensor->shape, tensor->n_dims, &offset);
+        }
+    }
+    if (!begun) gguf_put_padding(file);
+}
+
+// Writes a GGUF file, aside and then renamed. *named = 1 if the tokenizer is in it, 0 if GGUF has no name for its kind.
+static int model_save_gguf(const Stage *model, const json_t *side_files, const char *path, Dtype dtype, int *named) {
+    char aside[PATH_MAX];
+    FileWriter file;
+    const Config *config = &model->config;
+    int64_t n_tensors = config->rope.scaled;
+    for (const Stage *stage = model; stage != NULL; stage = stage->next) n_tensors += stage->n_tensors;
+    if (snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside)
+        return error_set("%.200s: the path is too long", path);
+    json_t *json = config_to_json(config, torch_name(dtype));
+    int family = gguf_export_family(json, path);
+    json_t *metadata = family >= 0 ? gguf_metadata(json, &config->rope, family, dtype) : NULL;
+    json_decref(json);
+    if (metadata == NULL) return -1;
+    *named = gguf_put_tokenizer(metadata, side_files, config->vocab, config->bos_id, config->eos_id);
+    int result = file_writer_open(&file, aside);
+    if (result == 0) {
+        gguf_put_head(&file, metadata, n_tensors);
+        gguf_put_model(&file, 0, model, family, dtype);
+        gguf_put_model(&file, 1, model, family, dtype);
+        result = file_writer_close(&file);
+        if (result == 0) result = file_replace(aside, path);
+        if (result != 0) unlink(aside);
+    }
+    json_decref(metadata);
     return result;
 }
 
@@ -7635,12 +7714,18 @@ static int decide_steps(Trainer *trainer) {
 
 static int export_model(Trainer *trainer) {
     const Options *opts = &trainer->opts;
-    Dtype dtype = opts->export_dtype == 0 ? DTYPE_BF16 : DTYPE_F32;
-    int native = ends_with(opts->export_to, ".bin");
+    static const Dtype dtypes[] = {DTYPE_BF16, DTYPE_F32, DTYPE_F16};
+    Dtype dtype = dtypes[opts->export_dtype];
     const Stage *model = mesh_model(&trainer->mesh, 0);
-    if (native ? model_save_native(model, ARENA_PARAMS, trainer->side_files, opts->export_to, dtype)
-               : model_save_folder(model, trainer->side_files, opts->export_to, dtype))
-        return -1;
+    int result, has_tokenizer = 1;
+    if (ends_with(opts->export_to, ".bin"))
+        result = model_save_native(model, ARENA_PARAMS, trainer->side_files, opts->export_to, dtype);
+    else if (ends_with(opts->export_to, ".gguf"))
+        result = model_save_gguf(model, trainer->side_files, opts->export_to, dtype, &has_tokenizer);
+    else
+        result = model_save_folder(model, trainer->side_files, opts->export_to, dtype);
+    if (result != 0) return -1;
+    if (!has_tokenizer) printf("%s has no tokenizer: GGUF has no name for the model's\n", opts->export_to);
     printf("exported %lld parameters as %s to %s\n", (long long)trainer->n_params, dtype_name(dtype), opts->export_to);
     return 0;
 }

@@ -1,5 +1,6 @@
 // Where a model comes from: a native .bin (safetensors with the config and the tokenizer in its metadata), a Hugging
-// Face folder (config.json with model.safetensors or a sharded index), or a run folder (its latest checkpoint).
+// Face folder (config.json with model.safetensors or a sharded index), a run folder (its latest checkpoint), a GGUF
+// file or a .bin of llama2.c. Kinds of files are told apart by how they begin; all become the same table of tensors.
 //
 //   ModelFile file;
 //   if (model_file_open(&file, "llama1b.bin")) ...          // maps and checks; file.config is the shape
@@ -12,6 +13,10 @@
 #include "config.h"
 #include "error.h"
 #include "file.h"
+#include "gguf.h"
+#include "gguf_model.h"     // names and config of a GGUF
+#include "gguf_tokenizer.h" // its tokenizer
+#include "llama2c.h"
 #include "safetensors.h"
 
 // Small text files of a Hugging Face folder that a native file carries along and an export writes back.
@@ -33,12 +38,20 @@ static inline void model_file_close(ModelFile *file) {
     memset(file, 0, sizeof *file);
 }
 
-static inline int model_file_add_shard(ModelFile *file, const char *path) {
+// Room for one more shard, which is not counted yet. NULL with an error message.
+static inline SafeTensors *model_file_new_shard(ModelFile *file, const char *path) {
     SafeTensors *shards = (SafeTensors *)realloc(file->shards, sizeof *shards * (size_t)(file->n_shards + 1));
-    if (shards == NULL) return error_set("%s: out of memory", path);
+    if (shards == NULL) {
+        error_set("%s: out of memory", path);
+        return NULL;
+    }
     file->shards = shards;
-    SafeTensors *added = &shards[file->n_shards];
-    if (safetensors_open(added, path)) return -1;
+    return &shards[file->n_shards];
+}
+
+static inline int model_file_add_shard(ModelFile *file, const char *path) {
+    SafeTensors *added = model_file_new_shard(file, path), *shards = file->shards;
+    if (added == NULL || safetensors_open(added, path)) return -1;
     file->n_shards++;
     for (int s = 0; s + 1 < file->n_shards; s++)
         for (int i = 0; i < added->n_tensors; i++)
@@ -148,6 +161,40 @@ static inline int model_file_open_native(ModelFile *file, const char *path) {
     return result;
 }
 
+// Takes over the reference to a config.json's JSON, NULL being an error already told.
+static inline int model_file_config(ModelFile *file, json_t *json, const char *path) {
+    int result = json != NULL ? config_from_json(&file->config, json, path) : -1;
+    json_decref(json);
+    return result;
+}
+
+static inline int model_file_open_gguf(ModelFile *file, const char *path) {
+    SafeTensors *gguf = model_file_new_shard(file, path);
+    if (gguf == NULL || gguf_open(gguf, path)) return -1;
+    file->n_shards++;
+    if (model_file_config(file, gguf_config(gguf), path)) return -1;
+    if (gguf_tokenizer_files(file->side_files, gguf->metadata, path, file->config.vocab)) return -1;
+    return gguf_adopt(gguf, file->config.head_dim);
+}
+
+static inline int model_file_open_llama2c(ModelFile *file, const char *path) {
+    Llama2cHeader header;
+    SafeTensors *shard = model_file_new_shard(file, path);
+    if (shard == NULL || llama2c_open(shard, &header, path)) return -1;
+    file->n_shards++;
+    return model_file_config(file, llama2c_config(&header), path);
+}
+
+// A single file, by how it begins.
+static inline int model_file_open_file(ModelFile *file, const char *path) {
+    FileMap map;
+    if (file_map(&map, path)) return -1;
+    int is_gguf = map.size >= 4 && memcmp(map.data, "GGUF", 4) == 0;
+    file_unmap(&map);
+    if (is_gguf) return model_file_open_gguf(file, path);
+    return llama2c_is(path) ? model_file_open_llama2c(file, path) : model_file_open_native(file, path);
+}
+
 // Opens a model by its path. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
 static inline int model_file_open(ModelFile *file, const char *path) {
     char inner[PATH_MAX];
@@ -155,9 +202,10 @@ static inline int model_file_open(ModelFile *file, const char *path) {
     memset(file, 0, sizeof *file);
     file->side_files = json_object();
     if (!file_exists(path)) {
-        result = error_set("%s: no such model; make one with --init, or give a .bin or a Hugging Face folder", path);
+        result = error_set("%s: no such model; make one with --init, or give a .bin, a .gguf or a Hugging Face folder",
+                           path);
     } else if (!file_is_folder(path)) {
-        result = model_file_open_native(file, path);
+        result = model_file_open_file(file, path);
     } else if (path_join(inner, path, "config.json") == 0 && file_exists(inner)) {
         result = model_file_open_folder(file, path);
     } else if (path_join(inner, path, "model.bin") == 0 && file_exists(inner)) {
@@ -187,7 +235,7 @@ static inline const SafeTensor *model_file_expect(const ModelFile *file, const c
         error_set("%s: %s has shape %s, the config asks for %s", path, name, found, wanted);
         return NULL;
     }
-    if (tensor->dtype > DTYPE_F16) {
+    if (tensor->dtype > DTYPE_F16 && tensor->dtype < DTYPE_SAFETENSORS) {
         error_set("%s: %s has dtype %s; only F32, BF16 and F16 are read", path, name, dtype_name(tensor->dtype));
         return NULL;
     }

@@ -19,8 +19,9 @@
 
 #include "dtype.h"
 #include "error.h"
-#include "file.h" // FileMap, FileWriter
-#include "json.h" // json_size
+#include "file.h"       // FileMap, FileWriter
+#include "gguf_quant.h" // quant_read
+#include "json.h"       // json_size
 
 #define SAFETENSORS_MAX_HEADER 100000000u
 #define SAFETENSORS_MAX_DIMS   8
@@ -32,6 +33,7 @@ typedef struct {
     int64_t shape[SAFETENSORS_MAX_DIMS];
     uint64_t begin, end; // in the data area
     const uint8_t *data; // not aligned
+    int interleaved;     // head size of a Q or K whose rows pair 2i with 2i+1 for RoPE, as Meta's do; 0: half-split
 } SafeTensor;
 
 typedef struct {
@@ -56,7 +58,7 @@ static inline int safetensors_parse_tensor(SafeTensor *tensor, const char *path,
     const json_t *shape = json_object_get(entry, "shape"), *offsets = json_object_get(entry, "data_offsets");
     int found = -1;
     if (!json_is_object(entry)) return error_set("%s: %s: the entry is not an object", path, name);
-    for (int d = 0; dtype != NULL && d < DTYPE_COUNT; d++)
+    for (int d = 0; dtype != NULL && d < DTYPE_SAFETENSORS; d++)
         if (strcmp(dtype, dtype_name((Dtype)d)) == 0) found = d;
     if (found < 0) return error_set("%s: %s: unknown dtype '%.20s'", path, name, dtype != NULL ? dtype : "(none)");
     if (!json_is_array(shape) || json_array_size(shape) > SAFETENSORS_MAX_DIMS)
@@ -160,11 +162,15 @@ static inline const SafeTensor *safetensors_find(const SafeTensors *file, const 
 }
 
 static inline int64_t safetensor_count(const SafeTensor *tensor) {
-    return (int64_t)((tensor->end - tensor->begin) / dtype_size(tensor->dtype));
+    return (int64_t)((tensor->end - tensor->begin) / dtype_size(tensor->dtype)) * dtype_block(tensor->dtype);
 }
 
-// out (n) = the tensor's elements from `first` on, widened to fp32. The dtype must be F32, BF16 or F16.
-static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
+// Elements in the order in which they lie in the file.
+static inline int safetensor_read_stored(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
+    if (tensor->dtype >= DTYPE_SAFETENSORS) {
+        quant_read(out, tensor->dtype, tensor->data, first, n);
+        return 0;
+    }
     const uint8_t *from = tensor->data + (size_t)first * dtype_size(tensor->dtype);
     uint16_t half;
     switch (tensor->dtype) {
@@ -183,6 +189,26 @@ static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t 
         return 0;
     default: return error_set("%s: dtype %s; only F32, BF16 and F16 are read", tensor->name, dtype_name(tensor->dtype));
     }
+}
+
+// Where the file has a row that is half-split: i of a head's first half lies at 2i, i of its second at 2i+1.
+static inline int64_t safetensor_stored_row(const SafeTensor *tensor, int64_t row) {
+    int64_t half = tensor->interleaved / 2, i = row % tensor->interleaved;
+    return row - i + (i < half ? 2 * i : 2 * (i - half) + 1);
+}
+
+// out (n) = the tensor's elements from `first` on, widened to fp32, rows of heads half-split. The dtype must be F32,
+// BF16, F16 or blocks of a GGUF.
+static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
+    int64_t columns = tensor->n_dims > 1 ? tensor->shape[1] : 1, at = first;
+    if (tensor->interleaved == 0) return safetensor_read_stored(out, tensor, first, n);
+    while (at < first + n) {
+        int64_t skip = at % columns, left = first + n - at, count = left < columns - skip ? left : columns - skip;
+        int64_t row = safetensor_stored_row(tensor, at / columns);
+        if (safetensor_read_stored(out + (at - first), tensor, row * columns + skip, count)) return -1;
+        at += count;
+    }
+    return 0;
 }
 
 // A file being written: declare every tensor, then begin, then append each tensor's values in the same order. A call
@@ -243,18 +269,24 @@ static inline int safetensors_begin(SafeTensorsWriter *writer, const char *path)
     return 0;
 }
 
-// Appends n values as the dtype they were declared with: F32 as they are, BF16 to nearest even.
-static inline void safetensors_append(SafeTensorsWriter *writer, const float *values, int64_t n, Dtype dtype) {
+// Writes n values as F32, BF16 or F16, rounded to nearest even.
+static inline void floats_write(FileWriter *file, const float *values, int64_t n, Dtype dtype) {
     uint16_t halves[4096];
     if (dtype == DTYPE_F32) {
-        file_write(&writer->file, values, sizeof(float) * (size_t)n);
+        file_write(file, values, sizeof(float) * (size_t)n);
         return;
     }
     for (int64_t i = 0; i < n; i += 4096) {
         int64_t count = n - i < 4096 ? n - i : 4096;
-        for (int64_t j = 0; j < count; j++) halves[j] = bf16_of_float(values[i + j]);
-        file_write(&writer->file, halves, 2 * (size_t)count);
+        for (int64_t j = 0; j < count; j++)
+            halves[j] = dtype == DTYPE_F16 ? half_of_float(values[i + j]) : bf16_of_float(values[i + j]);
+        file_write(file, halves, 2 * (size_t)count);
     }
+}
+
+// Appends n values as the dtype they were declared with.
+static inline void safetensors_append(SafeTensorsWriter *writer, const float *values, int64_t n, Dtype dtype) {
+    floats_write(&writer->file, values, n, dtype);
 }
 
 #endif
