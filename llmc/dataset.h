@@ -20,8 +20,8 @@
 #include "file.h"        // FileMap
 #include "jsonl.h"       // JsonLines
 #include "safetensors.h" // SafeTensorsWriter
-#include "token_file.h"  // token_file_read
 #include "split.h"       // Split, split_layout
+#include "token_file.h"  // token_file_read
 #include "token_stream.h"
 #include "tokenizer.h"
 
@@ -91,18 +91,21 @@ static inline int dataset_read_line(Dataset *data, LinesRead *read, const ChatFo
     int is_samples = kind != SAMPLE_TEXT;
     if (fault != NULL) return error_set("%s: line %lld: %s", lines->path, (long long)lines->line, fault);
     data->n_repaired += lines->repaired;
-    if (sample_is_empty(json, kind)) {
+    int is_val = read->period > 0 && read->n_taken % read->period == read->period - 1;
+    TokenStream *stream = &read->of[is_val][is_samples];
+    int64_t before = stream->n;
+    int is_empty = sample_is_empty(json, kind);
+    if (!is_empty && sample_put(stream, format, json, kind)) return -1;
+    if (!is_empty && stream->n == before) is_empty = 1, stream->n_documents--; // nothing but what a tokenizer drops
+    if (is_empty) {
         data->n_empty++;
         return 0;
     }
-    int is_val = read->period > 0 && read->n_taken % read->period == read->period - 1;
-    TokenStream *stream = &read->of[is_val][is_samples];
     read->n_taken++;
     if (is_samples)
         data->n_samples++;
     else
         data->n_documents++;
-    if (sample_put(stream, format, json, kind)) return -1;
     return document_fits(data, stream, lines->path, lines->line);
 }
 
@@ -191,8 +194,8 @@ static inline int dataset_finish(Dataset *data, int T) {
     data->T = T;
     PackRules rules = {T, data->pack, data->too_long};
     memset(&data->packed, 0, sizeof data->packed);
-    return split_layout(&data->train, &rules, &data->packed) || split_layout(&data->val, &rules, &data->packed) ? -1
-                                                                                                                : 0;
+    if (split_layout(&data->train, &rules, &data->packed)) return -1;
+    return split_layout(&data->val, &rules, &data->packed);
 }
 
 // The data in another process ------------------------------------------------------------------------------------
