@@ -8781,6 +8781,7 @@ static const struct {
     {"net_stream", test_net_stream},
     {"net_begin", test_net_begin},
     {"net_slow_link", test_net_slow_link},
+    {"packed_cells", test_packed_cells},
 #ifdef WITH_ZMQ
     {"processes", test_processes},
     {"processes_resume", test_processes_resume},

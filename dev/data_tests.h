@@ -574,6 +574,37 @@ static void write_talk(void) {
     "--init d=24,layers=6,heads=4,kv=2,ffn=40,vocab=258,ctx=128 -d @/talk.jsonl -b 5 --micro-batch 2 -t 64 -l 1e-2 "   \
     "--threads 2 --precision fp32 --wire fp32 --val-tokens 300 "
 
+#ifndef DEVICE_CUDA // reads the host's tensors
+// What the cells of a pipeline compute of packed windows is what the model by itself does.
+// Must fail for: starts that a cell leaves out, forward or backward, or takes from another micro-batch.
+static void test_packed_cells(void) {
+    static const char *const words[] = {"-y 1", "-y 3", "-y 2 --recompute"};
+    write_talk();
+    for (int i = 0; i < 3; i++) {
+        char command[1024];
+        double loss;
+        int64_t n, n_model;
+        snprintf(command, sizeof command, TALK "-n 9 -l 0 --clip 0 %s", words[i]);
+        MeshRun *run = mesh_run_open(command), *one = mesh_run_open(TALK "-n 9 -l 0 -y 1");
+        Stage *model = mesh_model(&one->trainer.mesh, 0);
+        mesh_run_step(run);
+        float *cells = replica_values(run, 0, ARENA_GRADS, &n);
+        check(run->batches->masked && run->batches->starts[63] > 0, "nothing is packed");
+        check(stage_gradients(model, run->batches, 2, &loss, NULL, NULL, one->trainer.stream) == 0, "%s",
+              error_message);
+        float *whole = replica_values(one, 0, ARENA_GRADS, &n_model);
+        check(n == n_model && fabs(loss - run->result.loss) <= 1e-12 * loss, "%s: loss %.17g, not %.17g", words[i],
+              run->result.loss, loss);
+        check(memcmp(cells, whole, sizeof(float) * (size_t)n) == 0, "%s: other gradients, %.3g away", words[i],
+              relative_error(cells, whole, n));
+        free(cells);
+        free(whole);
+        mesh_run_close(run);
+        mesh_run_close(one);
+    }
+}
+#endif
+
 // Runs on packed conversations: stages, token files and a resumed run give the same losses.
 static void test_packed_runs(void) {
     char command[1024];

@@ -13,7 +13,7 @@
 //
 // A text is trained on whole. Of a prompt with its completion the completion and EOS are; of a conversation what the
 // assistant says and the token that ends its turn, never a header. Spellings of special tokens in a text stay text.
-// A text before and behind which no special token stands is tokenized as one, as the templates' users do.
+// What stands between two special tokens is tokenized as one text, as by who renders a template and then tokenizes it.
 #ifndef LLMC_CHAT_H
 #define LLMC_CHAT_H
 
@@ -149,8 +149,8 @@ static inline int token_length(const Tokenizer *tokenizer, uint32_t id) {
     return tokenizer_decode(tokenizer, bytes, id);
 }
 
-// Appends the tokens of head and text as those of one text. is_head: whether the head's are trained; a token that
-// has bytes of both is of the text.
+// Appends the tokens of head and text as those of one text, the head's trained or not; a token that has bytes of both
+// is of the text.
 static inline int stream_put_behind(TokenStream *stream, const Tokenizer *tokenizer, const char *head, int head_trained,
                                     const char *text, int64_t n, int trained) {
     int64_t n_head = (int64_t)strlen(head), first = stream->n, seen = 0;
@@ -168,13 +168,13 @@ static inline int stream_put_behind(TokenStream *stream, const Tokenizer *tokeni
     return result;
 }
 
-// Appends a message. trained: what is said in it is.
+// Appends a message. trained: what is said in it is. Not 0: out of memory.
 static inline int chat_put_message(TokenStream *stream, const ChatFormat *f, const json_t *message, int trained) {
     const char *role = json_string_value(json_object_get(message, "role"));
     const json_t *content = json_object_get(message, "content");
     const char *text = json_string_value(content);
     int64_t n = (int64_t)json_string_length(content);
-    int all = f->train_on == TRAIN_ON_ALL, is_assistant = strcmp(role, "assistant") == 0, result;
+    int all = f->train_on == TRAIN_ON_ALL, is_assistant = strcmp(role, "assistant") == 0;
     char head[CHAT_ROLE + 4];
     const ChatTokens *id = &f->id;
     if (f->kind == CHAT_LLAMA3) {
@@ -190,9 +190,8 @@ static inline int chat_put_message(TokenStream *stream, const ChatFormat *f, con
         return stream_put(stream, id->im_start, all) ||
                stream_put_behind(stream, f->tokenizer, head, all, text, n, trained) ||
                stream_put(stream, id->im_end, trained) || stream_put_text(stream, f->tokenizer, "\n", 1, all);
-    result = stream_put_behind(stream, f->tokenizer, head, all, text, n, trained);
-    if (result != 0 || (is_assistant && id->eos >= 0))
-        return result != 0 ? result : stream_put(stream, id->eos, trained);
+    if (stream_put_behind(stream, f->tokenizer, head, all, text, n, trained)) return -1;
+    if (is_assistant && id->eos >= 0) return stream_put(stream, id->eos, trained);
     return stream_put_text(stream, f->tokenizer, "\n", 1, trained);
 }
 
