@@ -549,7 +549,7 @@ static void packed_case(Precision precision, int recompute, double tol) {
 static void test_packed_model(void) {
     for (int recompute = 0; recompute < 2; recompute++) {
         if (device_has_fp32()) packed_case(PRECISION_FP32, recompute, 1e-6);
-        if (device_has_bf16()) packed_case(PRECISION_BF16, recompute, model_tol(1e-6, 2e-2));
+        if (device_has_bf16()) packed_case(PRECISION_BF16, recompute, model_tol(3e-3, 2e-2));
     }
 }
 
@@ -681,7 +681,7 @@ static void test_packed_processes(void) {
     static const struct {
         const char *words;
         int joiners;
-    } cases[] = {{"-y 3", 2}, {"-x 2 -y 2 -p 0.5 --anchor-delay 2", 2}};
+    } cases[] = {{"-y 3", 2}, {"-x 2 -y 2 -p 0.5 --anchor-delay 2", 2}, {ASYNC "-y 3", 2}};
     char words[1024], command[1100], one[32], many[32];
     Meshing m;
     write_talk();

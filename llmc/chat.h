@@ -145,7 +145,7 @@ static inline void text_strip(const char **text, int64_t *n) {
 }
 
 static inline int token_length(const Tokenizer *tokenizer, uint32_t id) {
-    char bytes[8];
+    char bytes[512];
     return tokenizer_decode(tokenizer, bytes, id);
 }
 

@@ -40,7 +40,7 @@ static inline void show_special(FILE *out, const Tokenizer *tokenizer, uint32_t 
 }
 
 static inline void show_token(FILE *out, const Tokenizer *tokenizer, uint32_t id) {
-    char bytes[8];
+    char bytes[512];
     int n = tokenizer_decode(tokenizer, bytes, id);
     for (int i = 0; i < n; i++) show_byte(out, (unsigned char)bytes[i]);
     if (n == 0) show_special(out, tokenizer, id);
