@@ -7,7 +7,7 @@
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
 #   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
-#   make fuzz               any bytes as messages, tables, frames and model files, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
+#   make fuzz               any bytes as files, messages, tables and frames, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
 #   ZMQ=0                   without ZeroMQ, that is without a network, though libzmq is here
@@ -180,7 +180,7 @@ bench: setup
 
 # Sanitizers of clang, one thread. What is found lies in build/: give it to the fuzzer as an argument.
 FUZZ_SECONDS ?= 20
-FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_gguf build/fuzz_klt_table build/fuzz_rans build/fuzz_status
+FUZZERS := $(patsubst dev/fuzz/%.c,build/fuzz_%,$(wildcard dev/fuzz/*.c))
 build/fuzz_%: dev/fuzz/%.c dev/fuzz/fuzz.h $(HEADERS) Makefile
 	@mkdir -p build
 	clang -std=c11 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(BASE) -Wno-pass-failed $< -o $@ $(LIBS)

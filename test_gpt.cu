@@ -1023,7 +1023,7 @@ static void test_model_against_pytorch(void) {
         int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         float *logits = dump_values(&f.dump, "", "logits", &n);
         stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, f.batch.b, f.batch.T, NULL, NULL, f.stream);
+        stage_forward(&f.stage, 0, f.batch.tokens, NULL, f.batch.b, f.batch.T, NULL, NULL, f.stream);
         floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
         matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
                        NULL, f.stream);
@@ -1166,10 +1166,10 @@ static void test_kv_cache(void) {
         cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
                                             (size_t)config_kv_dim(&f.stage.config));
         model_round(&f.stage, f.stream);
-        model_forward(&f.stage, f.batch.tokens, 1, T, NULL, NULL, NULL, f.stream);
+        model_forward(&f.stage, f.batch.tokens, NULL, 1, T, NULL, NULL, NULL, f.stream);
         copy_activations(whole, f.stage.normed, T * C, f.stream);
         for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
-            model_forward(&f.stage, f.batch.tokens + done, 1, pieces[p], &cache, NULL, NULL, f.stream);
+            model_forward(&f.stage, f.batch.tokens + done, NULL, 1, pieces[p], &cache, NULL, NULL, f.stream);
             copy_activations(grown + done * C, f.stage.normed, pieces[p] * C, f.stream);
             done += pieces[p];
         }
@@ -1701,10 +1701,10 @@ static void test_text_data(void) {
         {"a.jsonl", "{\"text\":\"\xC0 z\"}", "<B>\xEF\xBF\xBD z<E>", NULL},
         {"a.jsonl", "{\"text\":\"\xED\xA0\x80\"}", "<B>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD<E>", NULL},
         {"a.jsonl", "{\"id\": 3, \"text\":\"\\u00e9\"}", "<B>\xC3\xA9<E>", NULL},
-        {"a.jsonl", "{\"text\":\"ab\"}\n{\"txt\":\"c\"}\n", NULL, "line 2: no \"text\" string"},
-        {"a.jsonl", "{\"text\":\"ab\"}\n{\"text\":7}\n", NULL, "line 2: no \"text\" string"},
+        {"a.jsonl", "{\"text\":\"ab\"}\n{\"txt\":\"c\"}\n", NULL, "line 2: there is no \"text\""},
+        {"a.jsonl", "{\"text\":\"ab\"}\n{\"text\":7}\n", NULL, "line 2: its \"text\" is no string"},
         {"a.jsonl", "{\"text\":\"ab\"}\n\n{\"text\":\n", NULL, "line 3:"},
-        {"a.jsonl", "[1]\n", NULL, "line 1: no \"text\" string"},
+        {"a.jsonl", "[1]\n", NULL, "line 1: there is no \"text\""},
         {"a.jsonl", "{\"text\":\"a\\", NULL, "line 1:"},
         {"a.txt", "\xEF\xBB\xBFone\r\ntwo\xC0", "<B>one\r\ntwo\xC0<E>", NULL},
         {"a.txt", "", "", NULL},
@@ -1768,15 +1768,15 @@ static void test_token_data(void) {
     Tokenizer tokenizer = byte_tokenizer();
     Dataset data;
     uint32_t tokens[8];
-    int32_t targets[8];
+    int32_t targets[8], starts[8];
     memset(&data, 0, sizeof data);
     check(dataset_read(&data, &data.train, write_tokens(20, 258, TOKENS_MAGIC, 0), &tokenizer) == 0, "%s",
           error_message);
     dataset_finish(&data, 8);
     check(data.train.n_windows == 3 && data.train.n_tokens == 20, "%lld windows", (long long)data.train.n_windows);
-    int valid = split_read(&data.train, 0, 8, tokens, targets);
+    int valid = split_read(&data.train, 0, 8, tokens, targets, starts);
     check(tokens[4] == 4 && targets[3] == -1 && targets[4] == 5 && valid == 7, "bit 31: %d %d", targets[3], valid);
-    valid = split_read(&data.train, 2, 8, tokens, targets);
+    valid = split_read(&data.train, 2, 8, tokens, targets, starts);
     check(valid == 2 && tokens[3] == 19 && targets[3] == -1 && targets[4] == -1 && targets[1] == 18, "short window %d",
           valid);
     dataset_close(&data);
@@ -1812,7 +1812,7 @@ static void test_token_data(void) {
           error_message);
     dataset_finish(&data, 8);
     check(data.train.n_windows == big / 8, "%lld windows", (long long)data.train.n_windows);
-    valid = split_read(&data.train, data.train.n_windows - 1, 8, tokens, targets);
+    valid = split_read(&data.train, data.train.n_windows - 1, 8, tokens, targets, starts);
     check(valid == 7 && tokens[0] == 0 && targets[7] == -1, "last window of a big shard: %d", valid);
     dataset_close(&data);
     unlink(scratch_path("shard.bin"));
@@ -3469,7 +3469,7 @@ static void reference_step(AsyncReference *ref, int t, int stash, float **delta)
         int seen = t - 1 - (P - 1 - s) > 0 ? t - 1 - (P - 1 - s) : 0;
         reference_put(stage, ref->known[seen] + stage_floats_before(mesh, s), stream);
         stage_begin(stage, stream);
-        stage_forward(stage, 0, batch->tokens, B, T, NULL, NULL, stream);
+        stage_forward(stage, 0, batch->tokens, NULL, B, T, NULL, NULL, stream);
         if (stage->next != NULL)
             memcpy(stage_input(stage->next, 0), stage->last, sizeof(floatX) * (size_t)N * stage->config.channels);
         else
@@ -3485,7 +3485,7 @@ static void reference_step(AsyncReference *ref, int t, int stash, float **delta)
             stage->params[i] = newest[i] - moved;
         }
         stage_round(stage, stream);
-        stage_backward(stage, 0, B, T, 1, NULL, stream);
+        stage_backward(stage, 0, NULL, B, T, 1, NULL, stream);
         if (before != NULL) memcpy(before->d.dx, stage->d.dx, sizeof(floatX) * (size_t)N * stage->config.channels);
     }
     ref->known[t] = (float *)malloc(sizeof(float) * (size_t)stage_floats_before(mesh, P));
@@ -3674,11 +3674,11 @@ static void boundary_seen(BoundarySums *s, const Anchor *anchor, int layer, cons
     for (int b = 0; b < anchor->batch; b += anchor->micro_batch) {
         int B = anchor->batch - b < anchor->micro_batch ? anchor->batch - b : anchor->micro_batch, N = B * T;
         const uint32_t *tokens = anchor->tokens.tokens + b * T;
-        stage_forward(&low, 0, tokens, B, T, NULL, NULL, stream);
+        stage_forward(&low, 0, tokens, NULL, B, T, NULL, NULL, stream);
         memcpy(stage_input(&high, 0), low.last, sizeof(floatX) * (size_t)(N * C));
-        stage_forward(&high, 0, tokens, B, T, NULL, NULL, stream);
+        stage_forward(&high, 0, tokens, NULL, B, T, NULL, NULL, stream);
         head_loss(&high, anchor->tokens.targets + b * T, N, 1, 1e-3f, b == 0, stream);
-        stage_backward(&high, 0, B, T, b == 0, NULL, stream);
+        stage_backward(&high, 0, NULL, B, T, b == 0, NULL, stream);
         boundary_add(s, low.last, high.d.dx, embed, tokens, N, C);
         check_close(states->sample + row * C, low.last, N * C, 1e-6, "rows of the sample");
         check(memcmp(states->tokens + row, tokens, sizeof *tokens * (size_t)N) == 0, "tokens of the sample");
@@ -8705,6 +8705,7 @@ static void test_processes_resume(void) {
 #endif
 #include "dev/gguf_tests.h"
 #include "dev/status_tests.h"
+#include "dev/data_tests.h"
 
 static const struct {
     const char *name;
@@ -8781,6 +8782,7 @@ static const struct {
     {"net_stream", test_net_stream},
     {"net_begin", test_net_begin},
     {"net_slow_link", test_net_slow_link},
+    {"packed_cells", test_packed_cells},
 #ifdef WITH_ZMQ
     {"processes", test_processes},
     {"processes_resume", test_processes_resume},
@@ -8796,6 +8798,7 @@ static const struct {
     {"net_files", test_net_files},
     {"net_inbox", test_net_inbox},
     {"net_close", test_net_close},
+    {"packed_processes", test_packed_processes},
 #endif
 #endif
     {"device_mesh", test_device_mesh},
@@ -8824,6 +8827,16 @@ static const struct {
     {"text_data", test_text_data},
     {"token_data", test_token_data},
     {"data_order", test_data_order},
+    {"chat_templates", test_chat_templates},
+    {"chat_format", test_chat_format},
+    {"chat_lines", test_chat_lines},
+    {"packing", test_packing},
+    {"too_long", test_too_long},
+    {"data_sent", test_data_sent},
+    {"token_files", test_token_files},
+    {"packed_model", test_packed_model},
+    {"packed_runs", test_packed_runs},
+    {"show_data", test_show_data},
     {"resume", test_resume},
     {"crashes", test_crashes},
     {"disk_full", test_disk_full},
@@ -8898,7 +8911,7 @@ static int is_left_out(const char *name) {
     int all = device_has_fp32();
 #endif
     static const char *const kept[] = {"model_against_pytorch", "micro_batches", "model_masked", "kv_cache",
-                                       "device_mesh"};
+                                       "packed_model",          "device_mesh"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }

@@ -61,6 +61,7 @@
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
 #include "llmc/schedule.h"
+#include "llmc/show.h"
 #include "llmc/status_page.h"
 #include "llmc/tokenizer.h"
 #include "llmc/versions.h"
@@ -135,6 +136,8 @@ typedef struct {
     int no_cell, min_replicas, status_port;
     float peer_timeout, anchor_timeout;
     char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT], status_address[CLI_TEXT];
+    char tokenize[CLI_TEXT];
+    int train_on, chat_template, pack, too_long, show_data;
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
@@ -143,6 +146,8 @@ typedef struct {
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
 static const char codec_names[] = CODEC_NAMES;
+static const char chat_templates[] = CHAT_TEMPLATES, train_on_names[] = TRAIN_ON;
+static const char pack_names[] = PACK_NAMES, too_long_names[] = TOO_LONG_NAMES;
 static const char anchor_uses[] = "filter|bias|both|none"; // AnchorUse in words
 static const char optimizer_names[] = OPTIMIZER_NAMES, rotate_sources[] = ROTATE_SOURCES;
 static const char rotate_geometries[] = ROTATE_GEOMETRY, refresh_names[] = REFRESH_NAMES;
@@ -156,6 +161,12 @@ static const Option option_table[] = {
 { "-d", "data",          OPTION_LIST,   FIELD(data),         "",     0,     0,      NULL, "training data: .txt, .jsonl, token .bin; several, patterns" },
 { "",   "val-data",      OPTION_LIST,   FIELD(val_data),     "",     0,     0,      NULL, "held-out data; without it a part of -d is held out" },
 { "",   "val-fraction",  OPTION_FLOAT,  FIELD(val_fraction), "0.05", 0,     0.5,    NULL, "share of -d held out" },
+{ "",   "train-on",      OPTION_CHOICE, FIELD(train_on),     "assistant", 0, 0,     train_on_names, "conversations: all that the assistant says, or its last turn only, or everything; prompts: their completions, or everything" },
+{ "",   "chat-template", OPTION_CHOICE, FIELD(chat_template), "auto", 0,   0,       chat_templates, "how conversations are spelled; auto: by the tokens that the model's tokenizer has" },
+{ "",   "pack",          OPTION_CHOICE, FIELD(pack),         "auto", 0,     0,      pack_names, "several documents in one sequence: mask: whole, seeing themselves only; nomask: whole, seeing all; plain: cut where sequences end; auto: mask for conversations and prompts, plain for text" },
+{ "",   "too-long",      OPTION_CHOICE, FIELD(too_long),     "auto", 0,     0,      too_long_names, "packed documents of more than --seq + 1 tokens; auto: truncate, but text is split" },
+{ "",   "show-data",     OPTION_INT,    FIELD(show_data),    "0",    0,     1e9,    NULL, "print so many documents in their order of training, with what is trained on marked, then exit" },
+{ "",   "tokenize",      OPTION_TEXT,   FIELD(tokenize),     "",     0,     0,      NULL, "write -d as token files NAME_train_00000.bin and so on, --val-data as NAME_val_*, then exit" },
 { "-o", "out",           OPTION_TEXT,   FIELD(out),          "",     0,     0,      NULL, "folder of the run; default: the next free runs/N" },
 { "-b", "batch",         OPTION_INT,    FIELD(batch),        "32",   1,     1e6,    NULL, "sequences a step" },
 { "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = tokens that suit the device: 1024 on CPUs, 8192 on GPUs" },
@@ -373,7 +384,9 @@ typedef struct Stage {
     double *loss_sum;   // (1) of the targets since it was taken, in nats
     uint32_t *tokens;   // (slots, N) inputs
     int32_t *targets;   // (N) -1 = not counted
-    int32_t *positions; // (N)
+    int32_t *positions; // (N) of each row in its document
+    int32_t *starts;    // (N) the row of its sequence at which a document begins
+    int packed;         // the micro-batch at work has several documents in a sequence: starts count
     float *rope_cos, *rope_sin;
     float *staging; // (STAGING) the host's side of copies to and from the arenas
 } Stage;
@@ -575,6 +588,7 @@ static int64_t stage_carve(Stage *stage, void *base) {
     stage->rope_sin = carve_f(&carver, (int64_t)stage->max_T * config->head_dim / 2);
     if (stage->has_embed) stage->tokens = (uint32_t *)carve(&carver, stage->slots * N, sizeof(uint32_t));
     stage->positions = (int32_t *)carve(&carver, N, sizeof(int32_t));
+    stage->starts = (int32_t *)carve(&carver, N, sizeof(int32_t));
     if (stage->training) {
         stage->d.dx = carve_x(&carver, N * C);
         stage->d.dnorm = carve_x(&carver, N * C);
@@ -1082,7 +1096,7 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
     matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
     rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
     const floatX *k = acts->qkv + A, *v = k + KV;
     if (cache != NULL) {
         floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
@@ -1108,7 +1122,7 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
     const floatX *q = acts->qkv;
     matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
@@ -1130,15 +1144,27 @@ typedef struct {
     void *context;
 } PassHook;
 
+// Positions of a micro-batch's rows, and which documents it has. starts (B, T): as Batch has them, NULL: a sequence is
+// one document, whose first position is `first`.
+static void stage_place(Stage *stage, const int32_t *starts, int B, int T, int first, Stream *stream) {
+    stage->packed = starts != NULL;
+    if (starts != NULL) {
+        device_upload(stage->starts, starts, sizeof *starts * (size_t)B * (size_t)T, stream);
+        rope_document_positions(stage->positions, stage->starts, B * T, T, stream);
+    } else {
+        rope_positions(stage->positions, B * T, T, first, stream);
+    }
+}
+
 // The layers of a stage on one micro-batch, kept in `slot` for the backward. The first stage embeds tokens (B, T);
 // others take the boundary tensor that lies in stage_input(). What leaves is stage->last (B*T, C), and in the last
-// stage also stage->normed, the final norm's output. hook: may be NULL.
-static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B, int T, KvCache *cache,
-                          const PassHook *hook, Stream *stream) {
+// stage also stage->normed, the final norm's output. starts (B, T), cache and hook: may be NULL.
+static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, const int32_t *starts, int B, int T,
+                          KvCache *cache, const PassHook *hook, Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
-    rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
+    stage_place(stage, starts, B, T, cache != NULL ? cache->used : 0, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
         device_upload(kept, tokens, sizeof *tokens * (size_t)N, stream);
@@ -1163,12 +1189,12 @@ static floatX *stage_input(const Stage *stage, int slot) {
 typedef int (*BoundaryPass)(void *context, int boundary, const uint32_t *tokens, floatX *to, const floatX *from, int N,
                             int C, Stream *stream);
 
-static Stage *model_forward(Stage *model, const uint32_t *tokens, int B, int T, KvCache *cache, BoundaryPass pass,
-                            void *context, Stream *stream) {
+static Stage *model_forward(Stage *model, const uint32_t *tokens, const int32_t *starts, int B, int T, KvCache *cache,
+                            BoundaryPass pass, void *context, Stream *stream) {
     int N = B * T, C = model->config.channels, boundary = 0;
     Stage *stage = model;
     for (;; stage = stage->next, boundary++) {
-        stage_forward(stage, 0, tokens, B, T, cache, NULL, stream);
+        stage_forward(stage, 0, tokens, starts, B, T, cache, NULL, stream);
         if (stage->next == NULL) break;
         floatX *to = stage_input(stage->next, 0);
         if (pass == NULL)
@@ -1212,9 +1238,11 @@ static void grads_done(const PassHook *hook, int first, int last) {
     if (hook != NULL && hook->done != NULL && last > first) hook->done(hook->context, first, last);
 }
 
-// Gradients of the micro-batch in `slot`, after stage_forward and, in the last stage, head_loss. Other stages take the
-// gradient of what they sent from stage->d.dx, where the gradient of what they received is afterwards.
-static void stage_backward(Stage *stage, int slot, int B, int T, int first, const PassHook *hook, Stream *stream) {
+// Gradients of the micro-batch in `slot`, after stage_forward, with the same starts, and, in the last stage, head_loss.
+// Other stages take the gradient of what they sent from stage->d.dx, where the gradient of what they received is
+// afterwards.
+static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B, int T, int first, const PassHook *hook,
+                           Stream *stream) {
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
@@ -1224,7 +1252,7 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, cons
                          stream);
         grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * L, stage->n_tensors);
     }
-    rope_positions(stage->positions, N, T, 0, stream);
+    stage_place(stage, starts, B, T, 0, stream);
     for (int l = L - 1; l >= 0; l--) {
         if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
             layer_forward(stage, &acts[l], &stage->p.layers[l], NULL, stage->first_layer + l, B, T, NULL, stream);
@@ -1255,17 +1283,20 @@ static void stage_begin(Stage *stage, Stream *stream) {
 typedef struct {
     uint32_t *tokens; // (b, T)
     int32_t *targets; // (b, T), -1 = not counted
+    int32_t *starts;  // (b, T) the row of its sequence at which the document of a row begins
     int64_t *samples; // (b) which window of the training data
     int b, T;
+    int masked; // documents of one sequence do not see each other; 0: starts are not looked at
     int64_t n_valid;
 } Batch;
 
 static int batch_alloc(Batch *batch, int b, int T) {
-    batch->b = b, batch->T = T, batch->n_valid = 0;
+    batch->b = b, batch->T = T, batch->n_valid = 0, batch->masked = 0;
     batch->tokens = (uint32_t *)device_host_alloc(sizeof(uint32_t) * (size_t)b * (size_t)T);
     batch->targets = (int32_t *)device_host_alloc(sizeof(int32_t) * (size_t)b * (size_t)T);
+    batch->starts = (int32_t *)device_host_alloc(sizeof(int32_t) * (size_t)b * (size_t)T);
     batch->samples = (int64_t *)calloc((size_t)b, sizeof(int64_t));
-    return batch->tokens != NULL && batch->targets != NULL && batch->samples != NULL
+    return batch->tokens != NULL && batch->targets != NULL && batch->starts != NULL && batch->samples != NULL
                ? 0
                : error_set("out of memory for a batch");
 }
@@ -1273,8 +1304,21 @@ static int batch_alloc(Batch *batch, int b, int T) {
 static void batch_free(Batch *batch) {
     device_host_free(batch->tokens);
     device_host_free(batch->targets);
+    device_host_free(batch->starts);
     free(batch->samples);
-    batch->tokens = NULL, batch->targets = NULL, batch->samples = NULL;
+    batch->tokens = NULL, batch->targets = NULL, batch->starts = NULL, batch->samples = NULL;
+}
+
+// Where documents begin in the sequences of a batch from number b on; NULL: each is one.
+static const int32_t *batch_starts(const Batch *batch, int b) {
+    return batch->masked ? batch->starts + (size_t)b * (size_t)batch->T : NULL;
+}
+
+// Reads a window of the data as sequence number b of a batch; returns how many of its targets count.
+static int batch_read(Batch *batch, int b, const Split *split, int64_t window) {
+    size_t at = (size_t)b * (size_t)batch->T;
+    batch->masked = split->masked;
+    return split_read(split, window, batch->T, batch->tokens + at, batch->targets + at, batch->starts + at);
 }
 
 // Seconds spent in the parts of a step, for `make bench`; NULL elsewhere.
@@ -1298,11 +1342,11 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
         int B = batch->b - b < micro_batch ? batch->b - b : micro_batch, N = B * batch->T;
         size_t at = (size_t)b * (size_t)batch->T;
         double start = seconds();
-        stage_forward(stage, 0, batch->tokens + at, B, batch->T, NULL, hook, stream);
+        stage_forward(stage, 0, batch->tokens + at, batch_starts(batch, b), B, batch->T, NULL, hook, stream);
         double middle = seconds();
         head_loss(stage, batch->targets + at, N, 1, scale, b == 0, stream);
         double headed = seconds();
-        stage_backward(stage, 0, B, batch->T, b == 0, hook, stream);
+        stage_backward(stage, 0, batch_starts(batch, b), B, batch->T, b == 0, hook, stream);
         if (times != NULL) { // of the head's three products one is forward
             times->forward += middle - start + (headed - middle) / 3.0;
             times->backward += seconds() - headed + (headed - middle) * 2.0 / 3.0;
@@ -1432,11 +1476,8 @@ static int64_t evaluation_windows(const Dataset *data, int64_t max_tokens) {
 
 // Reads the windows from w on, as many as the batch holds; returns how many.
 static int evaluation_read(Evaluation *eval, const Dataset *data, int64_t w, int64_t n_windows, Batch *batch) {
-    int b = n_windows - w < batch->b ? (int)(n_windows - w) : batch->b, T = data->T;
-    for (int i = 0; i < b; i++) {
-        size_t at = (size_t)i * (size_t)T;
-        eval->n_targets += split_read(&data->val, w + i, T, batch->tokens + at, batch->targets + at);
-    }
+    int b = n_windows - w < batch->b ? (int)(n_windows - w) : batch->b;
+    for (int i = 0; i < b; i++) eval->n_targets += batch_read(batch, i, &data->val, w + i);
     return b;
 }
 
@@ -1471,7 +1512,8 @@ static int evaluate(Stage *model, const Dataset *data, const Tokenizer *tokenize
     model_round(model, stream);
     for (int64_t w = 0; w < n_windows; w += B) {
         int b = evaluation_read(out, data, w, n_windows, &batch);
-        Stage *last = model_forward(model, batch.tokens, b, T, NULL, pass, context, stream);
+        const int32_t *starts = batch_starts(&batch, 0);
+        Stage *last = model_forward(model, batch.tokens, starts, b, T, NULL, pass, context, stream);
         evaluation_add(out, last, &batch, b, tokenizer, stream);
     }
     batch_free(&batch);
@@ -1541,7 +1583,7 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
     model_round(model, stream);
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
         char text[8] = "";
-        Stage *last = model_forward(model, tokens, 1, n, &cache, NULL, NULL, stream);
+        Stage *last = model_forward(model, tokens, NULL, 1, n, &cache, NULL, NULL, stream);
         matmul_forward(last->logits, last->normed + (size_t)(n - 1) * model->config.channels,
                        stage_weight(last, last->p.head), 1, model->config.channels, V, NULL, stream);
         if ((result = stream_check(stream)) != 0) break;
@@ -2699,7 +2741,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         if (!stage->has_embed &&
             cell_receive(mesh, cell, work.kind, &before, stage_input(stage, slot), N, pass->counted, gpu))
             return -1;
-        stage_forward(stage, slot, batch->tokens + (size_t)b * T, B, T, NULL, NULL, stream);
+        stage_forward(stage, slot, batch->tokens + (size_t)b * T, batch_starts(batch, b), B, T, NULL, NULL, stream);
         if (stage->has_head) {
             double middle = seconds();
             head_loss(stage, batch->targets + (size_t)b * T, N, 1, cell->grad_scale, is_first, stream);
@@ -2713,7 +2755,7 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         if (!stage->has_head && cell_receive(mesh, cell, work.kind, &behind, stage->d.dx, N, pass->counted, gpu))
             return -1;
         if (mesh->asynchronous) cell_turn(mesh, cell, pass->step);
-        stage_backward(stage, slot, B, T, is_first, is_last ? &hook : NULL, stream);
+        stage_backward(stage, slot, batch_starts(batch, b), B, T, is_first, is_last ? &hook : NULL, stream);
         if (!stage->has_embed) {
             to = link_before(mesh, mesh->backward, cell), overlaps = cell_overlaps(mesh, &before);
             n_bytes = overlaps ? cell_code(mesh, cell, &before, stage->d.dx, N, gpu)
@@ -3773,10 +3815,8 @@ static int anchor_pass(Anchor *anchor) {
     double start = seconds();
     tokens->n_valid = 0;
     for (int b = 0; b < tokens->b; b++) {
-        size_t at = (size_t)b * (size_t)tokens->T;
         int64_t window = split_order(&anchor->data->train, anchor->samples + b, anchor->seed ^ 0xA5C402u); // own order
-        tokens->n_valid +=
-            split_read(&anchor->data->train, window, tokens->T, tokens->tokens + at, tokens->targets + at);
+        tokens->n_valid += batch_read(tokens, b, &anchor->data->train, window);
     }
     anchor->samples += tokens->b;
     anchor->row = 0, anchor->coded.sent[0] = anchor->coded.sent[1] = 0;
@@ -5355,10 +5395,9 @@ static void next_batches(Trainer *trainer, Batch *batches) {
         batch->n_valid = 0;
         if (is_node(trainer) && !trainer->node->drawing[r]) continue;
         for (int b = 0; b < batch->b; b++) {
-            size_t at = (size_t)b * (size_t)batch->T;
             int64_t window = split_order(train, trainer->progress.samples + b, (uint64_t)trainer->opts.seed);
             batch->samples[b] = window;
-            batch->n_valid += split_read(train, window, batch->T, batch->tokens + at, batch->targets + at);
+            batch->n_valid += batch_read(batch, b, train, window);
         }
         trainer->progress.samples += batch->b;
         trainer->progress.tokens += (int64_t)batch->b * batch->T;
@@ -6825,7 +6864,7 @@ static int node_validate(Trainer *trainer) {
         int b = evaluation_read(&eval, data, w, n_windows, &batch);
         if (!stage->has_embed) result = node_check_in(trainer, cell, b * T);
         if (result != 0) break;
-        stage_forward(stage, 0, batch.tokens, b, T, NULL, NULL, trainer->stream);
+        stage_forward(stage, 0, batch.tokens, batch_starts(&batch, 0), b, T, NULL, NULL, trainer->stream);
         if (stage->has_head)
             evaluation_add(&eval, stage, &batch, b, &trainer->tokenizer, trainer->stream);
         else
@@ -7499,10 +7538,54 @@ static int open_model(Trainer *trainer, ModelFile *file) {
     return 0;
 }
 
+// How lines become tokens and tokens windows, as the options say.
+static void dataset_rules(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Dataset *data = &trainer->data;
+    data->train_on = (TrainOn)opts->train_on, data->chat_template = (ChatTemplate)opts->chat_template;
+    data->pack = (PackMode)opts->pack, data->too_long = (TooLong)opts->too_long;
+    data->T = opts->tokenize[0] != '\0' ? 0 : trainer->T;
+}
+
+// What was read and how it is packed, in one line.
+static void print_data(const Dataset *data) {
+    const PackCounts *packed = &data->packed;
+    const struct {
+        int64_t n;
+        const char *what;
+    } counts[] = {{data->n_empty, "empty ones left out"},     {data->n_repaired, "with broken UTF-8 repaired"},
+                  {packed->truncated, "too long and cut"},    {packed->split, "too long and split"},
+                  {packed->dropped, "too long and left out"}, {packed->untrained, "left out with nothing to train on"}};
+    printf("data: %lld tokens for training, %lld held out", (long long)data->train.n_tokens,
+           (long long)data->val.n_tokens);
+    if (data->n_documents > 0) printf(", from %lld documents", (long long)data->n_documents);
+    if (data->n_samples > 0)
+        printf(", %s %lld conversations and prompts, %lld targets", data->n_documents > 0 ? "and" : "from",
+               (long long)data->n_samples, (long long)data->train.n_targets);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
+        if (counts[i].n > 0) printf(", %lld %s", (long long)counts[i].n, counts[i].what);
+    if (packed->windows > 0)
+        printf(", packed into %lld sequences that are %.1f%% full%s", (long long)packed->windows,
+               100.0 * (double)packed->rows / ((double)packed->windows * data->T),
+               data->pack == PACK_NOMASK ? " and see all of themselves" : "");
+    printf("\n");
+}
+
+// -1 if --too-long was given and nothing is packed.
+static int check_too_long(const Trainer *trainer) {
+    const Dataset *data = &trainer->data;
+    int packed = 0;
+    for (int i = 0; i < data->train.n_streams; i++) packed += data->train.streams[i].packing.firsts != NULL;
+    for (int i = 0; i < data->val.n_streams; i++) packed += data->val.streams[i].packing.firsts != NULL;
+    if (packed > 0 || data->too_long == TOO_LONG_AUTO) return 0;
+    return error_set("--too-long has no effect: text is cut wherever a sequence ends; give --pack mask");
+}
+
 static int open_data(Trainer *trainer) {
     Options *opts = &trainer->opts;
     Dataset *data = &trainer->data;
-    data->val_share = opts->val_data.n > 0 ? 0.0 : (double)opts->val_fraction;
+    data->val_share = opts->val_data.n > 0 || opts->tokenize[0] != '\0' ? 0.0 : (double)opts->val_fraction;
+    dataset_rules(trainer);
     if (opts->data.n == 0 && !(opts->eval && opts->val_data.n > 0)) {
         if (!file_exists(medical_train))
             return error_set("no -d given, and the medical text is not prepared: run data/medical/prepare.sh");
@@ -7515,14 +7598,10 @@ static int open_data(Trainer *trainer) {
         if (dataset_read(data, &data->train, opts->data.item[i], &trainer->tokenizer)) return -1;
     for (int i = 0; i < opts->val_data.n; i++)
         if (dataset_read(data, &data->val, opts->val_data.item[i], &trainer->tokenizer)) return -1;
-    dataset_finish(data, trainer->T);
-    printf("data: %lld tokens for training, %lld held out", (long long)data->train.n_tokens,
-           (long long)data->val.n_tokens);
-    if (data->n_documents > 0) printf(", from %lld documents", (long long)data->n_documents);
-    if (data->n_empty > 0) printf(", %lld empty ones left out", (long long)data->n_empty);
-    if (data->n_repaired > 0) printf(", %lld with broken UTF-8 repaired", (long long)data->n_repaired);
-    printf("\n");
-    return 0;
+    if (opts->tokenize[0] != '\0') return 0;
+    if (dataset_finish(data, trainer->T)) return -1;
+    print_data(data);
+    return check_too_long(trainer);
 }
 
 enum { MAX_ROWS = 1 << 22 }; // tokens computed at once; counts of rows are ints
@@ -7703,6 +7782,17 @@ static int decide_gpus(Trainer *trainer, int training) {
 static int decide_steps(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     int64_t windows = trainer->data.train.n_windows;
+    const PackCounts *packed = &trainer->data.packed;
+    if (!opts->dry_run && trainer->data.train.n_targets == 0 && (windows > 0 || packed->untrained > 0))
+        return error_set("nothing would be trained: no token of the data is a target (--train-on %s, --seq %d); look "
+                         "at them with --show-data 3 --train-on all",
+                         opts->train_on == TRAIN_ON_ALL          ? "all"
+                         : opts->train_on == TRAIN_ON_COMPLETION ? "completion"
+                                                                 : "assistant",
+                         trainer->T);
+    if (windows == 0 && !opts->dry_run && packed->dropped > 0)
+        return error_set("nothing would be trained: all is longer than --seq %d, and --too-long drop leaves it out",
+                         trainer->T);
     if (windows == 0 && !opts->dry_run) return error_set("the data hold no training tokens");
     int64_t step = (int64_t)opts->batch * trainer->mesh.n_replicas, epochs3 = (3 * windows + step - 1) / step;
     trainer->n_steps = opts->steps > 0 ? opts->steps : epochs3 > 200 ? epochs3 : 200;
@@ -7748,14 +7838,15 @@ static int print_evaluation(Trainer *trainer) {
     return 0;
 }
 
-typedef enum { ACTION_TRAIN, ACTION_EVAL, ACTION_GENERATE, ACTION_EXPORT } Action;
+typedef enum { ACTION_TRAIN, ACTION_EVAL, ACTION_GENERATE, ACTION_EXPORT, ACTION_SHOW, ACTION_TOKENIZE } Action;
 
 // What the command line asks for; -1 if that is several things.
 static int choose_action(const Trainer *trainer, Action *action) {
-    static const char *const names[] = {"", "eval", "generate", "export"};
+    static const char *const names[] = {"", "eval", "generate", "export", "show-data", "tokenize"};
     *action = ACTION_TRAIN;
-    for (int i = 1; i < 4; i++) {
+    for (int i = 1; i < 6; i++) {
         if (!is_given(trainer, names[i]) || (i == ACTION_EVAL && !trainer->opts.eval)) continue;
+        if (i == ACTION_SHOW && trainer->opts.show_data == 0) continue;
         if (*action != ACTION_TRAIN) return error_set("--%s and --%s: one at a time", names[*action], names[i]);
         *action = (Action)i;
     }
@@ -7773,6 +7864,46 @@ static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
          : action != ACTION_GENERATE ? trainer->T
          : wanted < context          ? (int)wanted
                                      : context;
+}
+
+// Prints what is trained on: documents in the order of training.
+static int show_data(const Trainer *trainer) {
+    const Split *split = &trainer->data.train;
+    const TokenStream *stream;
+    const Segment *segments;
+    Segment own;
+    int shown = 0, most = trainer->opts.show_data, terminal = isatty(STDOUT_FILENO);
+    for (int64_t sample = 0; sample < split->n_windows && shown < most; sample++) {
+        int64_t window = split_order(split, sample, (uint64_t)trainer->opts.seed);
+        int64_t n = split_segments(split, window, trainer->T, &stream, &segments, &own);
+        for (int64_t s = 0; s < n && shown < most; s++, shown++) {
+            int64_t first = segments[s].at, last = first + segments[s].rows + 1;
+            printf("--- %d: %lld tokens, %lld trained on, in sequence %lld\n", shown + 1, (long long)(last - first),
+                   (long long)stream_trained(stream, first + 1, last), (long long)window);
+            show_tokens(stdout, &trainer->tokenizer, stream->tokens + first, last - first, terminal);
+        }
+    }
+    if (shown == 0) printf("there is nothing to train on\n");
+    return 0;
+}
+
+// Writes the data as token files.
+static int tokenize_data(const Trainer *trainer) {
+    char name[CLI_TEXT + 8];
+    const Split *sides[2] = {&trainer->data.train, &trainer->data.val};
+    int n_files[2];
+    for (int i = 0; i < 2; i++) {
+        snprintf(name, sizeof name, "%s_%s", trainer->opts.tokenize, i == 0 ? "train" : "val");
+        if (token_files_write(sides[i]->streams, sides[i]->n_streams, trainer->config.vocab, name, TOKEN_FILE_MOST,
+                              &n_files[i]))
+            return -1;
+    }
+    printf("tokenized %lld documents and %lld conversations and prompts into %d files %s_train_*.bin",
+           (long long)trainer->data.n_documents, (long long)trainer->data.n_samples, n_files[0],
+           trainer->opts.tokenize);
+    if (n_files[1] > 0) printf(" and %d %s_val_*.bin", n_files[1], trainer->opts.tokenize);
+    printf("\n");
+    return 0;
 }
 
 static int print_generation(Trainer *trainer) {
@@ -7811,7 +7942,8 @@ static int node_open_data(Trainer *trainer) {
         int result = dataset_load(data, path, trainer->config.vocab);
         unlink(path);
         if (result != 0) return -1;
-        dataset_finish(data, trainer->T);
+        dataset_rules(trainer);
+        if (dataset_finish(data, trainer->T)) return -1;
     }
     json_t *hash = data_hashes(trainer);
     int same = json_equal(hash, json_object_get(setup, "data"));
@@ -7883,7 +8015,8 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
         trainer->n_params += stage->n_params;
     if (file->n_shards > 0 && model_match(mesh_model(mesh, 0), file)) return -1;
     if (decide_outer(trainer) || (training && decide_optimizer(trainer))) return -1;
-    int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL;
+    int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL ||
+                     action == ACTION_SHOW || action == ACTION_TOKENIZE;
     if (needs_data && (is_node(trainer) ? node_open_data(trainer) : open_data(trainer))) return -1;
     if (training && decide_steps(trainer)) return -1;
     decide_size(trainer, action, &B, &T);
@@ -8306,9 +8439,9 @@ static int order_all(Coordinator *c, json_t *order, int only_cells) {
 // The settings of the run and what a role needs to know.
 static json_t *setup_order(const Coordinator *c, int role) {
     static const char *const own[] = {
-        "model",   "init",    "data",        "val-data",       "out",      "host",   "join",  "listen",
-        "resume",  "threads", "gpus",        "anchor-threads", "generate", "export", "coder", "min-replicas",
-        "no-cell", "dry-run", "status-port", "status-address", NULL};
+        "model",   "init",    "data",        "val-data",       "out",       "host",     "join",  "listen",
+        "resume",  "threads", "gpus",        "anchor-threads", "generate",  "export",   "coder", "min-replicas",
+        "no-cell", "dry-run", "status-port", "status-address", "show-data", "tokenize", NULL};
     const Trainer *trainer = c->trainer;
     json_t *options = cli_to_json(option_table, OPTION_COUNT, &trainer->opts);
     for (int i = 0; own[i] != NULL; i++) json_object_del(options, own[i]);
@@ -9650,6 +9783,10 @@ static int run_program(Trainer *trainer) {
         if (too_large && cells > 1) { // a mesh may be planned on a machine that cannot hold all of it
             printf("all cells in one process: %s\n", error_message);
         }
+    } else if (result == 0 && action == ACTION_SHOW) {
+        result = show_data(trainer);
+    } else if (result == 0 && action == ACTION_TOKENIZE) {
+        result = tokenize_data(trainer);
     } else if (result == 0 && is_host(&trainer->opts)) {
         result = host_run(trainer, &file, resume);
     } else if (result == 0) {
@@ -9661,6 +9798,7 @@ static int run_program(Trainer *trainer) {
             case ACTION_EVAL: result = print_evaluation(trainer); break;
             case ACTION_GENERATE: result = print_generation(trainer); break;
             case ACTION_EXPORT: result = export_model(trainer); break;
+            default: break; // done before weights are loaded
             }
         }
     }

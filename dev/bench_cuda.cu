@@ -641,11 +641,11 @@ static int marked_step(Stage *stage, const Batch *batch, int64_t step, cudaEvent
     int B = batch->b, T = batch->T;
     CUDA_CHECK(cudaEventRecord(marks[0], stream->cuda));
     stage_begin(stage, stream);
-    stage_forward(stage, 0, batch->tokens, B, T, NULL, NULL, stream);
+    stage_forward(stage, 0, batch->tokens, NULL, B, T, NULL, NULL, stream);
     CUDA_CHECK(cudaEventRecord(marks[1], stream->cuda));
     head_loss(stage, batch->targets, B * T, 1, 1.0f / (float)batch->n_valid, 1, stream);
     CUDA_CHECK(cudaEventRecord(marks[2], stream->cuda));
-    stage_backward(stage, 0, B, T, 1, NULL, stream);
+    stage_backward(stage, 0, NULL, B, T, 1, NULL, stream);
     CUDA_CHECK(cudaEventRecord(marks[3], stream->cuda));
     stage_update(stage, adam, 1e-5f, 0.01f, stage_grad_norm(stage, stream), 1.0f, step, stream);
     CUDA_CHECK(cudaEventRecord(marks[4], stream->cuda));

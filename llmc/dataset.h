@@ -1,16 +1,12 @@
-// Training text as windows of T tokens, in an order fixed by the seed and the global sample number alone.
-// Files: .txt (one document), .jsonl (a document a line: {"text": ...}), .bin (token shards):
+// Training and held-out data: files read into streams of tokens, and these into windows (split.h).
+// Files: .txt (one document), .jsonl (a document or a conversation a line: chat.h), .bin (token files: token_file.h).
 //
-//   byte  size   little-endian
-//      0     4   magic 0x4E55544D ("MTUN")
-//      4     4   version 1
-//      8     8   n, tokens (low word, high word)
-//     16     4   V, the vocabulary they were made with; 0 = not stated
-//   1024   4*n   bits 0-30: id < V; bit 31: no loss on this token
-// Valid only if the file is exactly 1024 + 4*n bytes.
+//   Dataset data = {0}; data.val_share = 0.05;
+//   if (dataset_read(&data, &data.train, "notes.jsonl", &tokenizer) || dataset_finish(&data, T)) ...
+//   split_read(&data.train, split_order(&data.train, sample, seed), T, tokens, targets, starts);
 //
-// A document becomes BOS bytes EOS. A stream is cut into windows that share no target: window w has inputs
-// w*T .. w*T+T-1 and targets one later; the last may be short and is padded with targets that do not count.
+// Text is cut into windows. Conversations and instructions are packed whole, and attention stays in each of them; text
+// too with PACK_MASK. What is packed and has more than T+1 tokens loses its end, or is split, where it is text.
 // Held-out part without --val-data: of a .jsonl every document whose number falls to it, of a .txt or .bin its tail.
 #ifndef LLMC_DATASET_H
 #define LLMC_DATASET_H
@@ -19,215 +15,126 @@
 #include <jansson.h> // .jsonl
 #include <stdint.h>  // fixed-width integers
 
+#include "chat.h" // ChatFormat, sample_put
 #include "error.h"
 #include "file.h"        // FileMap
-#include "rand.h"        // rand_permute
+#include "jsonl.h"       // JsonLines
 #include "safetensors.h" // SafeTensorsWriter
+#include "split.h"       // Split, split_layout
+#include "token_file.h"  // token_file_read
+#include "token_stream.h"
 #include "tokenizer.h"
-
-#define TOKENS_MAGIC  0x4E55544D
-#define TOKENS_HEADER 1024
-#define TOKEN_NO_LOSS 0x80000000u
-
-// Tokens one after the other: in memory, or in a mapped shard.
-typedef struct {
-    const uint32_t *tokens;
-    int64_t n;
-    uint32_t *owned; // NULL when mapped
-    int64_t capacity;
-    FileMap map;
-    int64_t first_window; // windows of the streams before this one
-} TokenStream;
-
-// One side of the data, training or held-out.
-typedef struct {
-    TokenStream *streams;
-    int n_streams;
-    int64_t n_windows, n_tokens;
-} Split;
 
 typedef struct {
     Split train, val;
     int T;
-    double val_share;                         // of each file read for training, held out
-    int64_t n_documents, n_empty, n_repaired; // of text files: read; without text; with bytes that were not UTF-8
+    double val_share; // of each file read for training, held out
+    PackMode pack;
+    TooLong too_long;
+    TrainOn train_on;
+    ChatTemplate chat_template;
+    // read: texts, conversations and instructions; lines without text; lines with bytes that were not UTF-8
+    int64_t n_documents, n_samples, n_empty, n_repaired;
+    PackCounts packed;
 } Dataset;
-
-static inline void split_free(Split *split) {
-    for (int i = 0; i < split->n_streams; i++) {
-        free(split->streams[i].owned);
-        file_unmap(&split->streams[i].map);
-    }
-    free(split->streams);
-    memset(split, 0, sizeof *split);
-}
 
 static inline void dataset_close(Dataset *data) {
     split_free(&data->train);
     split_free(&data->val);
 }
 
-// A new empty stream at the end of a split; NULL when out of memory.
-static inline TokenStream *split_add(Split *split) {
-    size_t size = sizeof *split->streams * (size_t)(split->n_streams + 1);
-    TokenStream *streams = (TokenStream *)realloc(split->streams, size);
-    if (streams == NULL) {
-        error_set("out of memory for the data");
-        return NULL;
-    }
-    split->streams = streams;
-    TokenStream *stream = &streams[split->n_streams++];
-    memset(stream, 0, sizeof *stream);
-    stream->map.data = (const uint8_t *)"";
-    return stream;
-}
+// Reading -------------------------------------------------------------------------------------------------------------
 
-// Appends BOS text EOS to a stream in memory.
-static inline int stream_add_document(TokenStream *stream, const Tokenizer *tokenizer, const char *text, int64_t n) {
-    if (stream->n + n + 2 > stream->capacity) {
-        int64_t capacity = (stream->n + n + 2) * 2;
-        uint32_t *tokens = (uint32_t *)realloc(stream->owned, sizeof(uint32_t) * (size_t)capacity);
-        if (tokens == NULL) return error_set("out of memory for the data");
-        stream->owned = tokens, stream->tokens = tokens, stream->capacity = capacity;
-    }
-    if (tokenizer->bos >= 0) stream->owned[stream->n++] = (uint32_t)tokenizer->bos;
-    stream->n += tokenizer_encode(tokenizer, stream->owned + stream->n, text, n);
-    if (tokenizer->eos >= 0) stream->owned[stream->n++] = (uint32_t)tokenizer->eos;
-    return 0;
-}
-
-// Splits off the last `share` of a stream's tokens for validation, both as views of the same memory. The training
-// stream keeps ownership.
-static inline int dataset_split_tail(Dataset *data, double share) {
-    int index = data->train.n_streams - 1;
-    if (index < 0) return 0;
+// Splits off the last `share` of a stream's tokens for validation, both as views of the same memory; of several
+// documents whole ones. The training stream keeps ownership.
+static inline int dataset_split_tail(Dataset *data, int index, double share) {
     TokenStream *train = &data->train.streams[index];
-    int64_t tail = (int64_t)((double)train->n * share);
-    if (share <= 0.0 || tail < 2) return 0;
+    int64_t tail = (int64_t)((double)train->n * share), first = 1;
+    if (share <= 0.0 || tail < 2 || (train->is_samples && train->n_documents == 1)) return 0;
     TokenStream *val = split_add(&data->val);
     if (val == NULL) return -1;
     train = &data->train.streams[index];
+    while (first + 1 < train->n_documents && train->documents[first] < train->n - tail) first++;
+    if (train->n_documents > 1) tail = train->n - train->documents[first];
+    if (train->n_documents == 1 && stream_begin_document(val)) return -1;
+    for (int64_t d = first; d < train->n_documents; d++) {
+        if (stream_begin_document(val)) return -1;
+        val->documents[d - first] = train->documents[d] - train->documents[first];
+    }
+    if (train->n_documents > 1) train->n_documents = first;
+    val->is_samples = train->is_samples;
     val->tokens = train->tokens + (train->n - tail), val->n = tail;
     train->n -= tail;
     return 0;
 }
 
-// Length of the valid UTF-8 sequence at s (n bytes left), 0 if it is none.
-static inline int utf8_length(const unsigned char *s, size_t n) {
-    if (s[0] < 0x80) return 1;
-    int length = s[0] >= 0xC2 && s[0] <= 0xDF ? 2 : (s[0] & 0xF0) == 0xE0 ? 3 : s[0] >= 0xF0 && s[0] <= 0xF4 ? 4 : 0;
-    if (length == 0 || (size_t)length > n) return 0;
-    for (int i = 1; i < length; i++)
-        if ((s[i] & 0xC0) != 0x80) return 0;
-    if (s[0] == 0xE0 && s[1] < 0xA0) return 0; // overlong
-    if (s[0] == 0xED && s[1] > 0x9F) return 0; // surrogates
-    if (s[0] == 0xF0 && s[1] < 0x90) return 0; // overlong
-    if (s[0] == 0xF4 && s[1] > 0x8F) return 0; // beyond U+10FFFF
-    return length;
+// -1 if the newest document of a stream is too long and that is an error.
+static inline int document_fits(const Dataset *data, const TokenStream *stream, const char *path, int64_t line) {
+    int64_t n = stream->n - stream->documents[stream->n_documents - 1];
+    if (data->too_long != TOO_LONG_ERROR || data->T == 0 || n <= (int64_t)data->T + 1) return 0;
+    return error_set("%s: line %lld: %lld tokens, a window takes %lld (--too-long error); give a larger --seq, or "
+                     "--too-long truncate",
+                     path, (long long)line, (long long)n, (long long)data->T + 1);
 }
 
-static inline int hex4(const char *s, size_t n) {
-    int value = 0;
-    if (n < 4) return -1;
-    for (int i = 0; i < 4; i++) {
-        const char *digits = "0123456789abcdef", *found = strchr(digits, s[i] | ((s[i] >= 'A' && s[i] <= 'F') << 5));
-        if (s[i] == '\0' || found == NULL) return -1;
-        value = value * 16 + (int)(found - digits);
+// What is read from one .jsonl: text and samples of both sides.
+typedef struct {
+    TokenStream of[2][2]; // [is_val][is_samples]
+    int64_t n_taken;      // lines with something in them
+    int64_t period;       // one of so many is held out; 0: none
+} LinesRead;
+
+static inline int dataset_read_line(Dataset *data, LinesRead *read, const ChatFormat *format, const JsonLines *lines,
+                                    const json_t *json) {
+    SampleKind kind = sample_kind(json);
+    const char *fault = sample_fault(json, kind);
+    int is_samples = kind != SAMPLE_TEXT;
+    if (fault != NULL) return error_set("%s: line %lld: %s", lines->path, (long long)lines->line, fault);
+    data->n_repaired += lines->repaired;
+    int is_val = read->period > 0 && read->n_taken % read->period == read->period - 1;
+    TokenStream *stream = &read->of[is_val][is_samples];
+    int64_t before = stream->n;
+    int is_empty = sample_is_empty(json, kind);
+    if (!is_empty && sample_put(stream, format, json, kind)) return -1;
+    if (!is_empty && stream->n == before) is_empty = 1, stream->n_documents--; // nothing but what a tokenizer drops
+    if (is_empty) {
+        data->n_empty++;
+        return 0;
     }
-    return value;
+    read->n_taken++;
+    if (is_samples)
+        data->n_samples++;
+    else
+        data->n_documents++;
+    return document_fits(data, stream, lines->path, lines->line);
 }
 
-// to (room for 3*n) = a JSON line with bytes that are no UTF-8, and \u escapes that are half a surrogate pair, replaced
-// by U+FFFD. Returns the new length, *repaired is set if anything was replaced.
-static inline size_t json_repair(char *to, const char *from, size_t n, int *repaired) {
-    size_t out = 0;
-    for (size_t i = 0; i < n;) {
-        int length = utf8_length((const unsigned char *)from + i, n - i);
-        if (length == 0) {
-            memcpy(to + out, "\xEF\xBF\xBD", 3);
-            out += 3, i++, *repaired = 1;
-        } else if (from[i] != '\\' || i + 1 >= n) {
-            memcpy(to + out, from + i, (size_t)length);
-            out += (size_t)length, i += (size_t)length;
-        } else {
-            int code = from[i + 1] == 'u' ? hex4(from + i + 2, n - i - 2) : -1;
-            int lone = code >= 0xD800 && code <= 0xDFFF;
-            size_t take = code >= 0 ? 6 : 2;
-            if (lone && code <= 0xDBFF && i + 12 <= n && from[i + 6] == '\\' && from[i + 7] == 'u') {
-                int low = hex4(from + i + 8, n - i - 8);
-                if (low >= 0xDC00 && low <= 0xDFFF) lone = 0, take = 12;
-            }
-            if (lone) *repaired = 1;
-            memcpy(to + out, lone ? "\\ufffd" : from + i, take);
-            out += take, i += take;
-        }
-    }
-    return out;
-}
-
-// Adds every line of a .jsonl; document number d of the file goes to val when the split says so.
+// Adds every line of a .jsonl; line number d of those with something in them goes to val when the split says so.
 static inline int dataset_read_jsonl(Dataset *data, Split *side, const char *path, const FileMap *map,
                                      const Tokenizer *tokenizer) {
-    const char *text = (const char *)map->data, *end = text + map->size;
-    int64_t line_number = 0, n_taken = 0;
-    int64_t period = side == &data->train && data->val_share > 0.0 ? (int64_t)(1.0 / data->val_share + 0.5) : 0;
-    TokenStream train, val, *place;
-    char *repaired_line = NULL;
-    size_t room = 0;
-    int result = 0;
-    memset(&train, 0, sizeof train);
-    memset(&val, 0, sizeof val);
-    if (map->size >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0) text += 3;
-    while (text < end && result == 0) {
-        const char *newline = (const char *)memchr(text, '\n', (size_t)(end - text));
-        const char *stop = newline != NULL ? newline : end, *next = newline != NULL ? newline + 1 : end;
-        int repaired = 0;
-        json_error_t error;
-        line_number++;
-        while (stop > text && (stop[-1] == '\r' || stop[-1] == ' ' || stop[-1] == '\t')) stop--;
-        if (stop == text) { // a blank line
-            text = next;
-            continue;
-        }
-        size_t n = (size_t)(stop - text);
-        if (n > room) {
-            free(repaired_line);
-            room = n * 2;
-            repaired_line = (char *)malloc(room * 3);
-            if (repaired_line == NULL) {
-                result = error_set("%s: out of memory for a line of %zu bytes", path, n);
-                break;
-            }
-        }
-        size_t length = json_repair(repaired_line, text, n, &repaired);
-        json_t *json = json_loadb(repaired_line, length, JSON_ALLOW_NUL, &error);
-        const json_t *field = json_object_get(json, "text");
-        data->n_repaired += repaired;
-        text = next;
-        if (json == NULL) {
-            result = error_set("%s: line %lld: %s", path, (long long)line_number, error.text);
-        } else if (!json_is_string(field)) {
-            result = error_set("%s: line %lld: no \"text\" string in it", path, (long long)line_number);
-        } else if (json_string_length(field) == 0) {
-            data->n_empty++;
-        } else {
-            place = period > 0 && n_taken % period == period - 1 ? &val : &train;
-            result =
-                stream_add_document(place, tokenizer, json_string_value(field), (int64_t)json_string_length(field));
-            n_taken++, data->n_documents++;
-        }
+    LinesRead read;
+    JsonLines lines;
+    ChatFormat format;
+    json_t *json = NULL;
+    int result;
+    if (chat_format(&format, data->chat_template, data->train_on, chat_tokens(tokenizer), tokenizer)) return -1;
+    memset(&read, 0, sizeof read);
+    for (int i = 0; i < 4; i++) stream_init(&read.of[i / 2][i % 2]), read.of[i / 2][i % 2].is_samples = i % 2;
+    if (side == &data->train && data->val_share > 0.0) read.period = (int64_t)(1.0 / data->val_share + 0.5);
+    jsonl_begin(&lines, path, (const char *)map->data, map->size);
+    while ((result = jsonl_next(&lines, &json)) > 0) {
+        result = dataset_read_line(data, &read, &format, &lines, json);
         json_decref(json);
+        if (result != 0) break;
     }
-    free(repaired_line);
-    for (int is_val = 0; is_val < 2; is_val++) {
-        TokenStream *from = is_val ? &val : &train;
-        if (result == 0 && from->n > 0 && (place = split_add(is_val ? &data->val : side)) != NULL) {
-            from->map = place->map;
-            *place = *from;
-        } else {
-            if (result == 0 && from->n > 0) result = -1;
-            free(from->owned);
-        }
+    jsonl_end(&lines);
+    for (int i = 0; i < 4; i++) {
+        TokenStream *from = &read.of[i / 2][i % 2], *to = NULL;
+        if (result == 0 && from->n > 0 && (to = split_add(i / 2 ? &data->val : side)) == NULL) result = -1;
+        if (to != NULL)
+            *to = *from;
+        else
+            stream_free(from);
     }
     return result;
 }
@@ -235,53 +142,25 @@ static inline int dataset_read_jsonl(Dataset *data, Split *side, const char *pat
 static inline int dataset_read_text(Dataset *data, Split *side, const FileMap *map, const Tokenizer *tokenizer) {
     const char *text = (const char *)map->data;
     int64_t n = (int64_t)map->size;
-    TokenStream *stream;
+    ChatTokens id = chat_tokens(tokenizer);
     if (n >= 3 && memcmp(text, "\xEF\xBB\xBF", 3) == 0) text += 3, n -= 3;
     if (n == 0) {
         data->n_empty++;
         return 0;
     }
     data->n_documents++;
-    stream = split_add(side);
-    return stream != NULL ? stream_add_document(stream, tokenizer, text, n) : -1;
-}
-
-// Adds a token shard, taking over the map.
-static inline int dataset_read_tokens(Split *side, const char *path, FileMap *map, int vocab) {
-    uint32_t header[5] = {0};
-    TokenStream *stream;
-    if (map->size < TOKENS_HEADER)
-        return error_set("%s: not a token file: %zu bytes, the header alone is %d", path, map->size, TOKENS_HEADER);
-    memcpy(header, map->data, sizeof header);
-    int64_t n = (int64_t)((uint64_t)header[3] << 32 | header[2]);
-    if (header[0] != TOKENS_MAGIC || header[1] != 1)
-        return error_set("%s: not a token file (magic %08x, version %u)", path, header[0], header[1]);
-    if (n < 0 || (uint64_t)n > (map->size - TOKENS_HEADER) / 4 || map->size != TOKENS_HEADER + 4 * (uint64_t)n)
-        return error_set("%s: %lld tokens in the header need %llu bytes, the file has %zu; is it cut short?", path,
-                         (long long)n, TOKENS_HEADER + 4ull * (unsigned long long)n, map->size);
-    if (header[4] != 0 && header[4] != (uint32_t)vocab)
-        return error_set("%s: made for a vocabulary of %u, this model's is %d; tokenize with this model's tokenizer",
-                         path, header[4], vocab);
-    const uint32_t *tokens = (const uint32_t *)(const void *)(map->data + TOKENS_HEADER);
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t id = tokens[i] & ~TOKEN_NO_LOSS;
-        if (id >= (uint32_t)vocab)
-            return error_set("%s: token %lld is %u, the vocabulary ends at %d; tokenize with this model's tokenizer",
-                             path, (long long)i, id, vocab - 1);
-    }
-    stream = split_add(side);
-    if (stream == NULL) return -1;
-    stream->tokens = tokens, stream->n = n, stream->map = *map;
-    map->size = 0; // now the stream's
-    return 0;
+    TokenStream *stream = split_add(side);
+    return stream != NULL ? stream_put_document(stream, &id, tokenizer, text, n) : -1;
 }
 
 static inline int dataset_read_file(Dataset *data, Split *side, const char *path, const Tokenizer *tokenizer) {
     FileMap map;
+    TokenStream *stream;
     int result, streams = side->n_streams;
     if (file_map(&map, path)) return -1;
     if (ends_with(path, ".bin")) {
-        result = dataset_read_tokens(side, path, &map, tokenizer->vocab);
+        stream = split_add(side);
+        result = stream != NULL ? token_file_read(stream, path, &map, tokenizer->vocab) : -1;
     } else if (!ends_with(path, ".txt") && !ends_with(path, ".jsonl")) {
         result = error_set("%s: unknown kind of data; .txt, .jsonl and token .bin files are read", path);
     } else if (tokenizer_takes_text(tokenizer, path)) {
@@ -293,7 +172,7 @@ static inline int dataset_read_file(Dataset *data, Split *side, const char *path
     }
     file_unmap(&map);
     if (result == 0 && side == &data->train && !ends_with(path, ".jsonl") && side->n_streams > streams)
-        result = dataset_split_tail(data, data->val_share);
+        result = dataset_split_tail(data, streams, data->val_share);
     return result;
 }
 
@@ -310,89 +189,38 @@ static inline int dataset_read(Dataset *data, Split *side, const char *pattern, 
     return result;
 }
 
-// Numbers the windows of a split.
-static inline void split_count(Split *split, int T) {
-    split->n_windows = split->n_tokens = 0;
-    for (int i = 0; i < split->n_streams; i++) {
-        split->streams[i].first_window = split->n_windows;
-        split->n_windows += split->streams[i].n > 1 ? (split->streams[i].n - 1 + T - 1) / T : 0;
-        split->n_tokens += split->streams[i].n;
-    }
-}
-
-// Stream and first token of a window.
-static inline const TokenStream *split_window(const Split *split, int64_t window, int T, int64_t *start) {
-    int low = 0, high = split->n_streams - 1; // the last stream whose first_window <= window
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (split->streams[middle].first_window <= window)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    *start = (window - split->streams[low].first_window) * T;
-    return &split->streams[low];
-}
-
-// tokens (T), targets (T) of one window; targets that do not count are -1. Returns how many count.
-static inline int split_read(const Split *split, int64_t window, int T, uint32_t *tokens, int32_t *targets) {
-    int64_t start;
-    const TokenStream *stream = split_window(split, window, T, &start);
-    int n_valid = 0;
-    for (int t = 0; t < T; t++) {
-        int64_t at = start + t;
-        int inside = at + 1 < stream->n;
-        uint32_t target = inside ? stream->tokens[at + 1] : TOKEN_NO_LOSS;
-        tokens[t] = at < stream->n ? stream->tokens[at] & ~TOKEN_NO_LOSS : 0;
-        targets[t] = target & TOKEN_NO_LOSS ? -1 : (int32_t)target;
-        n_valid += targets[t] >= 0;
-    }
-    return n_valid;
-}
-
-// The window of a global sample number: every epoch is a permutation of all windows, keyed by the seed.
-static inline int64_t split_order(const Split *split, int64_t sample, uint64_t seed) {
-    int64_t epoch = sample / split->n_windows;
-    return (int64_t)rand_permute((uint64_t)(sample % split->n_windows), (uint64_t)split->n_windows, seed, RAND_SHUFFLE,
-                                 (uint32_t)epoch);
-}
-
-// A number that changes when the training data do: sizes and both ends of every stream. For --resume.
-static inline uint64_t split_hash(const Split *split) {
-    uint64_t hash = 1469598103934665603ull;
-    for (int i = 0; i < split->n_streams; i++) {
-        const TokenStream *stream = &split->streams[i];
-        hash = (hash ^ (uint64_t)stream->n) * 1099511628211ull;
-        for (int64_t j = 0; j < stream->n; j++) {
-            if (j == 65536 && stream->n > 131072) j = stream->n - 65536;
-            hash = (hash ^ stream->tokens[j]) * 1099511628211ull;
-        }
-    }
-    return hash;
-}
-
-// Numbers the windows once everything is read.
-static inline void dataset_finish(Dataset *data, int T) {
+// Makes the windows once everything is read. 0, or -1: out of memory, or something is too long and that is an error.
+static inline int dataset_finish(Dataset *data, int T) {
     data->T = T;
-    split_count(&data->train, T);
-    split_count(&data->val, T);
+    PackRules rules = {T, data->pack, data->too_long};
+    memset(&data->packed, 0, sizeof data->packed);
+    if (split_layout(&data->train, &rules, &data->packed)) return -1;
+    return split_layout(&data->val, &rules, &data->packed);
 }
+
+// The data in another process ------------------------------------------------------------------------------------
 
 // Declares (begun = 0) or writes the streams of a side.
 static inline int split_put(SafeTensorsWriter *writer, int begun, const Split *split, const char *side) {
     char name[64];
     for (int i = 0; i < split->n_streams; i++) {
         const TokenStream *stream = &split->streams[i];
-        int64_t n_bytes = 4 * stream->n;
+        int64_t n_bytes = 4 * stream->n, kind = stream->is_samples, n_index = 8 * (1 + stream->n_documents);
         snprintf(name, sizeof name, "%s.%d", side, i);
         if (!begun && safetensors_declare(writer, name, DTYPE_U8, &n_bytes, 1)) return -1;
         if (begun) file_write(&writer->file, stream->tokens, (size_t)n_bytes);
+        if (stream->packing.firsts == NULL || stream->n_documents == 0) continue;
+        snprintf(name, sizeof name, "%s.%d.documents", side, i);
+        if (!begun && safetensors_declare(writer, name, DTYPE_U8, &n_index, 1)) return -1;
+        if (begun) file_write(&writer->file, &kind, sizeof kind);
+        if (begun) file_write(&writer->file, stream->documents, 8 * (size_t)stream->n_documents);
     }
     return 0;
 }
 
 // Writes both sides as one file, for another process that is to have the same data: a safetensors container with the
-// tokens of stream i of a side as the bytes `train.i` or `val.i`.
+// tokens of stream i of a side as the bytes `train.i` or `val.i`. Of one that is packed `train.i.documents` is 1 for
+// conversations and instructions, or 0, and the first tokens of its documents, 8 bytes each.
 static inline int dataset_save(const Dataset *data, const char *path) {
     SafeTensorsWriter writer;
     if (safetensors_writer_init(&writer, NULL)) return -1;
@@ -401,6 +229,23 @@ static inline int dataset_save(const Dataset *data, const char *path) {
         if (!begun && safetensors_begin(&writer, path)) return -1;
     }
     return file_writer_close(&writer.file);
+}
+
+// Reads where the documents of a stream begin, if the file tells.
+static inline int stream_load_documents(TokenStream *stream, const SafeTensors *file, const char *name) {
+    char full[80];
+    snprintf(full, sizeof full, "%s.documents", name);
+    const SafeTensor *tensor = safetensors_find(file, full);
+    if (tensor == NULL) return 0;
+    int64_t n_bytes = safetensor_count(tensor), kind = 0;
+    if (tensor->dtype != DTYPE_U8 || n_bytes % 8 != 0 || n_bytes < 16)
+        return error_set("%s: %s is no list of documents", file->path, full);
+    stream->documents = (int64_t *)malloc((size_t)n_bytes);
+    if (stream->documents == NULL) return error_set("out of memory for the data");
+    memcpy(&kind, tensor->data, sizeof kind);
+    memcpy(stream->documents, (const char *)tensor->data + 8, (size_t)n_bytes - 8);
+    stream->n_documents = n_bytes / 8 - 1, stream->documents_capacity = n_bytes / 8, stream->is_samples = kind == 1;
+    return documents_check(stream->documents, stream->n_documents, stream->n, file->path);
 }
 
 // Reads a side of such a file, in order.
@@ -421,6 +266,7 @@ static inline int split_load(Split *split, const SafeTensors *file, const char *
         for (int64_t t = 0; t < stream->n; t++)
             if ((stream->owned[t] & ~TOKEN_NO_LOSS) >= (uint32_t)vocab)
                 return error_set("%s: a token is beyond the vocabulary of %d", file->path, vocab);
+        if (stream_load_documents(stream, file, name)) return -1;
     }
 }
 

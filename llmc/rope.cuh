@@ -31,6 +31,13 @@ __global__ static void __launch_bounds__(ROPE_BLOCK)
     if (n < N) positions[n] = first + n % T;
 }
 
+// grid ceil(N/256), block 256. Reads and writes 4*N bytes.
+__global__ static void __launch_bounds__(ROPE_BLOCK)
+    rope_document_positions_kernel(int32_t *positions, const int32_t *starts, int N, int T) {
+    int n = (int)blockIdx.x * ROPE_BLOCK + (int)threadIdx.x;
+    if (n < N) positions[n] = n % T - starts[n];
+}
+
 // Row blockIdx.x: a thread turns WIDTH pairs of a head. grid N, block: the packs of a row, up to 256 threads. WIDTH > 1
 // needs HD/2, row_stride and the addresses to allow 16-byte accesses. No shared memory.
 // Moves 4*N*heads*HD bytes in bf16; the tables' rows stay in the cache.
@@ -78,6 +85,13 @@ static inline void rope_tables(float *cos_table, float *sin_table, const float *
 static inline void rope_positions(int32_t *positions, int N, int T, int first, Stream *stream) {
     LAUNCH(rope_positions_kernel, (unsigned)((N + ROPE_BLOCK - 1) / ROPE_BLOCK), ROPE_BLOCK, 0, stream, positions, N, T,
            first);
+}
+
+// positions (N) of a batch of sequences of T tokens that count anew in each document; starts (N): the row of its
+// sequence at which the document of each row begins
+static inline void rope_document_positions(int32_t *positions, const int32_t *starts, int N, int T, Stream *stream) {
+    LAUNCH(rope_document_positions_kernel, (unsigned)((N + ROPE_BLOCK - 1) / ROPE_BLOCK), ROPE_BLOCK, 0, stream,
+           positions, starts, N, T);
 }
 
 static inline void rope_rotate(floatX *x, const float *cos_table, const float *sin_table, const int32_t *positions,

@@ -31,6 +31,13 @@ static inline void rope_positions(int32_t *positions, int N, int T, int first, S
     for (int n = 0; n < N; n++) positions[n] = first + n % T;
 }
 
+// positions (N) of a batch of sequences of T tokens that count anew in each document; starts (N): the row of its
+// sequence at which the document of each row begins
+static inline void rope_document_positions(int32_t *positions, const int32_t *starts, int N, int T, Stream *stream) {
+#pragma omp parallel for num_threads(stream->threads)
+    for (int n = 0; n < N; n++) positions[n] = n % T - starts[n];
+}
+
 static inline void rope_rotate(floatX *x, const float *cos_table, const float *sin_table, const int32_t *positions,
                                int N, int heads, int HD, int row_stride, float sign, Stream *stream) {
     int half = HD / 2;

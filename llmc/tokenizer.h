@@ -5,6 +5,7 @@
 
 #include <jansson.h> // tokenizer.json
 #include <stdint.h>  // fixed-width integers
+#include <string.h>  // strcmp
 
 #include "error.h"
 
@@ -102,6 +103,23 @@ static inline int tokenizer_takes_text(const Tokenizer *tokenizer, const char *w
     return error_set("%s: text needs the model's tokenizer, and this model's (vocabulary %d) is not built in; give "
                      "token .bin files",
                      what, tokenizer->vocab);
+}
+
+// Room that tokenizer_encode needs for n bytes of text.
+static inline int64_t tokenizer_room(const Tokenizer *tokenizer, int64_t n) {
+    (void)tokenizer;
+    return n;
+}
+
+// The id of a special token by its spelling; -1: there is none.
+static inline int tokenizer_special(const Tokenizer *tokenizer, const char *spelling) {
+    if (tokenizer->kind != TOKENIZER_BYTE) return -1;
+    return strcmp(spelling, "<|bos|>") == 0 ? BYTE_BOS : strcmp(spelling, "<|eos|>") == 0 ? BYTE_EOS : -1;
+}
+
+// Whether a text begins with bos by the model's own convention.
+static inline int tokenizer_adds_bos(const Tokenizer *tokenizer) {
+    return tokenizer->bos >= 0;
 }
 
 // Ids of n bytes of text into out (room for n), without begin and end marks. Returns how many.

@@ -59,4 +59,15 @@ static void test_cuda_rope(void) {
     check(equal, "positions");
     device_release(positions, 519, "positions");
     free(ours);
+    int32_t starts[519]; // documents of 30 rows, of less at a sequence's end
+    for (int i = 0; i < 519; i++) starts[i] = i % 100 / 30 * 30;
+    int32_t *device_starts = device_of_host(starts, 519);
+    positions = device_nan<int32_t>(519);
+    rope_document_positions(positions, device_starts, 519, 100, test_stream);
+    ours = host_of_device(positions, 519);
+    for (int i = 0; i < 519; i++) equal = equal && ours[i] == i % 100 % 30;
+    check(equal, "positions in documents");
+    device_release(positions, 519, "positions in documents");
+    device_release(device_starts, 519, "starts");
+    free(ours);
 }
