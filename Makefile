@@ -7,7 +7,7 @@
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
 #   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
-#   make fuzz               any bytes as messages, tables and frames, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
+#   make fuzz               any bytes as messages, tables, frames and tokenizers, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
 #   ZMQ=0                   without ZeroMQ, that is without a network, though libzmq is here
@@ -21,7 +21,7 @@ CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
 BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
-LIBS := -ldnnl -lopenblas -ljansson -lm
+LIBS := -ldnnl -lopenblas -ljansson -lpcre2-8 -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
@@ -63,7 +63,7 @@ KNOWN_ARCHS = $(filter $(ALL_ARCHS),$(shell $(NVCC) --list-gpu-code 2>/dev/null)
 ARCH_FLAGS = $(if $(filter all,$(ARCH)),$(foreach a,$(KNOWN_ARCHS),-gencode arch=$(a:sm_%=compute_%),code=$(a)),-arch=$(ARCH))
 CUDA_FLAGS = -x cu -std=c++17 -O3 -DDEVICE_CUDA -D_GNU_SOURCE $(ARCH_FLAGS) --Werror all-warnings \
     -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL) $(ZMQ_FLAGS)
-CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) $(ZMQ_LIBS) -ljansson -lm
+CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) $(ZMQ_LIBS) -ljansson -lpcre2-8 -lm
 ifdef DEPS
 CUDA_FLAGS += -I$(DEPS)/include
 CUDA_LIBS += -L$(DEPS)/lib -Xlinker -rpath,$(abspath $(DEPS)/lib),-rpath-link,$(abspath $(DEPS)/lib)
@@ -180,7 +180,8 @@ bench: setup
 
 # Sanitizers of clang, one thread. What is found lies in build/: give it to the fuzzer as an argument.
 FUZZ_SECONDS ?= 20
-FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans build/fuzz_status
+FUZZERS := build/fuzz_codec build/fuzz_frame build/fuzz_klt_table build/fuzz_rans build/fuzz_status \
+    build/fuzz_tokenizer
 build/fuzz_%: dev/fuzz/%.c dev/fuzz/fuzz.h $(HEADERS) Makefile
 	@mkdir -p build
 	clang -std=c11 -O1 -g -march=native -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all $(BASE) -Wno-pass-failed $< -o $@ $(LIBS)

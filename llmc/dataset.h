@@ -9,9 +9,10 @@
 //   1024   4*n   bits 0-30: id < V; bit 31: no loss on this token
 // Valid only if the file is exactly 1024 + 4*n bytes.
 //
-// A document becomes BOS bytes EOS. A stream is cut into windows that share no target: window w has inputs
-// w*T .. w*T+T-1 and targets one later; the last may be short and is padded with targets that do not count.
-// Held-out part without --val-data: of a .jsonl every document whose number falls to it, of a .txt or .bin its tail.
+// A document becomes BOS text EOS, without BOS for models that do not begin texts with one. A stream is cut into
+// windows that share no target: window w has inputs w*T .. w*T+T-1 and targets one later; the last may be short and is
+// padded with targets that do not count. Held-out part without --val-data: of a .jsonl every document whose number
+// falls to it, of a .txt or .bin its tail.
 #ifndef LLMC_DATASET_H
 #define LLMC_DATASET_H
 
@@ -24,6 +25,7 @@
 #include "rand.h"        // rand_permute
 #include "safetensors.h" // SafeTensorsWriter
 #include "tokenizer.h"
+#include "unicode.h" // utf8_length
 
 #define TOKENS_MAGIC  0x4E55544D
 #define TOKENS_HEADER 1024
@@ -82,16 +84,19 @@ static inline TokenStream *split_add(Split *split) {
     return stream;
 }
 
-// Appends BOS text EOS to a stream in memory.
+// Appends BOS, if the model begins texts with one, the text and EOS to a stream in memory.
 static inline int stream_add_document(TokenStream *stream, const Tokenizer *tokenizer, const char *text, int64_t n) {
-    if (stream->n + n + 2 > stream->capacity) {
-        int64_t capacity = (stream->n + n + 2) * 2;
+    int64_t room = stream->n + tokenizer_room(tokenizer, n) + 2;
+    if (room > stream->capacity) {
+        int64_t capacity = room * 2;
         uint32_t *tokens = (uint32_t *)realloc(stream->owned, sizeof(uint32_t) * (size_t)capacity);
         if (tokens == NULL) return error_set("out of memory for the data");
         stream->owned = tokens, stream->tokens = tokens, stream->capacity = capacity;
     }
-    if (tokenizer->bos >= 0) stream->owned[stream->n++] = (uint32_t)tokenizer->bos;
-    stream->n += tokenizer_encode(tokenizer, stream->owned + stream->n, text, n);
+    if (tokenizer_adds_bos(tokenizer)) stream->owned[stream->n++] = (uint32_t)tokenizer->bos;
+    int64_t n_ids = tokenizer_encode(tokenizer, stream->owned + stream->n, text, n);
+    if (n_ids < 0) return -1;
+    stream->n += n_ids;
     if (tokenizer->eos >= 0) stream->owned[stream->n++] = (uint32_t)tokenizer->eos;
     return 0;
 }
@@ -110,20 +115,6 @@ static inline int dataset_split_tail(Dataset *data, double share) {
     val->tokens = train->tokens + (train->n - tail), val->n = tail;
     train->n -= tail;
     return 0;
-}
-
-// Length of the valid UTF-8 sequence at s (n bytes left), 0 if it is none.
-static inline int utf8_length(const unsigned char *s, size_t n) {
-    if (s[0] < 0x80) return 1;
-    int length = s[0] >= 0xC2 && s[0] <= 0xDF ? 2 : (s[0] & 0xF0) == 0xE0 ? 3 : s[0] >= 0xF0 && s[0] <= 0xF4 ? 4 : 0;
-    if (length == 0 || (size_t)length > n) return 0;
-    for (int i = 1; i < length; i++)
-        if ((s[i] & 0xC0) != 0x80) return 0;
-    if (s[0] == 0xE0 && s[1] < 0xA0) return 0; // overlong
-    if (s[0] == 0xED && s[1] > 0x9F) return 0; // surrogates
-    if (s[0] == 0xF0 && s[1] < 0x90) return 0; // overlong
-    if (s[0] == 0xF4 && s[1] > 0x8F) return 0; // beyond U+10FFFF
-    return length;
 }
 
 static inline int hex4(const char *s, size_t n) {
