@@ -6,6 +6,7 @@
 #   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan, SANITIZE=thread: under
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
+#   make bench BENCH="tokenizer X.json Y.txt"  a tokenizer's speed on a text
 #   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
 #   make fuzz               any bytes as messages, tables, frames and tokenizers, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run

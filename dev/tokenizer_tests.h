@@ -45,7 +45,7 @@ typedef struct {
     TokenizerKind kind;
     const char *begin, *end; // marks; NULL: none
     int begins;
-    char prefix; // of what is decoded: always a space, if there is none yet, never; n: the text is normalized
+    char prefix; // 'a': always a space, 'm': if there is none, 'f': only first, 'n': none, but the text is normalized
 } TokenizerCase;
 
 static const TokenizerCase tokenizer_cases[] = {
@@ -57,7 +57,7 @@ static const TokenizerCase tokenizer_cases[] = {
     {"qwen", "qwen.json", "tokenizer.json", TOKENIZER_BPE, NULL, "<|endoftext|>", 0, 'n'},
     {"olmo", "olmo.json", "tokenizer.json", TOKENIZER_BPE, NULL, "<|endoftext|>", 0, 'n'},
     {"llama2", "llama2.json", "tokenizer.json", TOKENIZER_SCORE, "<s>", NULL, 1, 'a'},
-    {"mistral", "mistral.json", "tokenizer.json", TOKENIZER_SCORE, NULL, NULL, 0, 'm'},
+    {"mistral", "mistral.json", "tokenizer.json", TOKENIZER_SCORE, NULL, NULL, 0, 'f'},
     {"llama2c", NULL, NULL, TOKENIZER_SCORE, "<s>", "</s>", 1, 'a'},
 };
 enum { TOKENIZER_CASES = sizeof tokenizer_cases / sizeof *tokenizer_cases };
@@ -106,25 +106,43 @@ static char *decode_all(const Tokenizer *tokenizer, const uint32_t *ids, int64_t
     return out;
 }
 
-// The text that is to come back, to be freed: with the kind's prefix, U+2581 as a space, in form C, without bytes that
-// have no id.
+// Adds what comes back of a part of a text between added tokens: with the kind's prefix, U+2581 as a space, without
+// bytes that have no id.
+static void decoded_part(const TokenizerCase *one, const Tokenizer *tokenizer, const char *text, int64_t n,
+                         int is_first, char *out, int64_t *length) {
+    static const char mark[] = "\xE2\x96\x81";
+    int score = one->kind == TOKENIZER_SCORE, begins = n > 0 && (*text == ' ' || (score && !memcmp(text, mark, 3)));
+    int prefixed = one->prefix == 'a' || (one->prefix == 'm' && !begins) || (one->prefix == 'f' && is_first && !begins);
+    if (n > 0 && prefixed) out[(*length)++] = ' ';
+    for (int64_t i = 0; i < n;) {
+        int is_mark = score && n - i >= 3 && memcmp(text + i, mark, 3) == 0;
+        if (tokenizer->model->bpe.byte_ids[(unsigned char)text[i]] != BPE_NONE)
+            out[(*length)++] = is_mark ? ' ' : text[i];
+        i += is_mark ? 3 : 1;
+    }
+}
+
+// The text that is to come back, to be freed.
 static char *decoded_text(const TokenizerCase *one, const Tokenizer *tokenizer, const char *text, int64_t n,
                           int64_t *length) {
-    char *out = (char *)malloc((size_t)n + 2);
-    int score = one->kind == TOKENIZER_SCORE,
-        begins = n > 0 && (*text == ' ' || (score && !memcmp(text, "\xE2\x96\x81", 3)));
-    if (out == NULL) exit(1);
+    static const char added[] = "<tool_call>";
+    char *out = NULL;
     *length = 0;
-    if (one->prefix == 'n' && n > 0) {
-        free(out);
+    if (one->prefix == 'n') {
         *length = nfc_normalize(tokenizer->model->nfc, &out, text, n);
         return out;
     }
-    if (n > 0 && (one->prefix == 'a' || (one->prefix == 'm' && !begins))) out[(*length)++] = ' ';
-    for (int64_t i = 0; i < n;) {
-        int mark = score && n - i >= 3 && memcmp(text + i, "\xE2\x96\x81", 3) == 0;
-        if (tokenizer->model->bpe.byte_ids[(unsigned char)text[i]] != BPE_NONE) out[(*length)++] = mark ? ' ' : text[i];
-        i += mark ? 3 : 1;
+    out = (char *)malloc(2 * (size_t)n + 2);
+    if (out == NULL) exit(1);
+    int has_added = tokenizer_special(tokenizer, added) >= 0;
+    for (int64_t at = 0; at < n;) {
+        const char *found =
+            has_added ? (const char *)memmem(text + at, (size_t)(n - at), added, sizeof added - 1) : NULL;
+        int64_t stop = found != NULL ? found - text : n;
+        decoded_part(one, tokenizer, text + at, stop - at, at == 0, out, length);
+        if (found != NULL) memcpy(out + *length, added, sizeof added - 1);
+        if (found != NULL) *length += (int64_t)sizeof added - 1, stop += (int64_t)sizeof added - 1;
+        at = stop;
     }
     return out;
 }

@@ -60,7 +60,7 @@ TEXTS = [
     "x=1;y=2;//comment", "foo_bar.baz(qux[3])->z", "https://example.org/a?b=c&d=%20#e", "user@example.org",
     "#include <stdio.h>\nint main(void) { return 0; }", "{\"a\": [1, 2.5e-3, null]}", "$100 \u20ac5 \u00a37", "...!!!???",
     "a'b", "'", "''", "' s", "'sx", "O'Neill's", "l'\u00e9t\u00e9", "rock 'n' roll", "The THE the tHe",
-    "<tool_call>x</tool_call>", "a <tool_call> b", "<tool_call", "word  two   three    four", "a\t\tb", " \t \t",
+    "!\n!\x00\n!", "<tool_call>x</tool_call>", "a <tool_call> b", "<tool_call> <tool_call>x<tool_call>", "<tool_call", "word  two   three    four", "a\t\tb", " \t \t",
     "x" + "\u00a0" * 3 + "y", "a\u3000b", "1\u00a0000", "\u0303" * 5, "a" + "\u0323\u0307" * 20, "\u00ad-\u2010\u2013\u2014",
 ] + ["x" + s + "y" for s in SPACES] + ["x" + s + s + "y" + s for s in SPACES] + ["1" + s + "'s" for s in SPACES]
 
@@ -114,8 +114,12 @@ def make_llama3(texts):
     begins_with(tokenizer, "<|begin_of_text|>")
     data = json.loads(tokenizer.to_str())
     data["model"]["ignore_merges"] = True
-    kept = [merge for i, merge in enumerate(data["model"]["merges"]) if i % 9 != 8]  # some tokens by look-up alone
-    data["model"]["merges"] = kept
+    return drop_merges(data)
+
+
+def drop_merges(data):
+    """Leaves tokens that no merges lead to: they are found by looking up whole pieces, or not at all."""
+    data["model"]["merges"] = [merge for i, merge in enumerate(data["model"]["merges"]) if i % 9 != 8]
     return data
 
 
@@ -134,6 +138,14 @@ def make_olmo(texts):
     return json.loads(tokenizer.to_str())
 
 
+def add_plain(data, content):
+    """A token that is looked for in text, so that what lies before and behind it is encoded apart."""
+    used = list(data["model"]["vocab"].values()) + [token["id"] for token in data["added_tokens"]]
+    data["added_tokens"].append({"id": max(used) + 1, "content": content, "single_word": False, "lstrip": False,
+                                 "rstrip": False, "normalized": False, "special": False})
+    return data
+
+
 def make_scores(texts):
     """Llama 2's form: trained word by word, then spaces as the older or the newer files have them."""
     marks = ["<unk>", "<s>", "</s>"]
@@ -148,7 +160,7 @@ def make_scores(texts):
     for n in (2, 4, 8):
         vocab["\u2581" * n] = len(vocab)
         merges.insert(n * 20, ["\u2581" * (n // 2)] * 2)
-    return data
+    return add_plain(data, "<tool_call>")
 
 
 def make_llama2(texts):
@@ -216,9 +228,10 @@ def main():
         "llama3": make_llama3(texts),
         # as the real one, without bytes that its text never had
         "smollm2": json.loads(train_bytes(texts, 700, marks, None, smollm2, [chr(c) for c in range(33, 127)]).to_str()),
-        "gpt2": json.loads(train_bytes(texts, 600, ["<|endoftext|>"], None, level(use_regex=True)).to_str()),
-        "gpt2_prefix": json.loads(
-            train_bytes(texts, 500, [], None, level(use_regex=True, add_prefix_space=True)).to_str()),
+        "gpt2": drop_merges(
+            json.loads(train_bytes(texts, 600, ["<|endoftext|>"], None, level(use_regex=True)).to_str())),
+        "gpt2_prefix": add_plain(json.loads(
+            train_bytes(texts, 500, [], None, level(use_regex=True, add_prefix_space=True)).to_str()), "<tool_call>"),
         "qwen": make_qwen(texts),
         "olmo": make_olmo(texts),
         "llama2": make_llama2(texts),
