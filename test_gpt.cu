@@ -8824,6 +8824,7 @@ static const struct {
     {"tokenizer_refused", test_tokenizer_refused},
     {"tokenizer_beyond", test_tokenizer_beyond},
     {"tokenizer_converted", test_tokenizer_converted},
+    {"tokenizer_llama3", test_tokenizer_llama3},
     {"tokenizer_threads", test_tokenizer_threads},
     {"tokenizer_files", test_tokenizer_files},
     {"tokenizer_documents", test_tokenizer_documents},

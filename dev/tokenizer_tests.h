@@ -373,7 +373,7 @@ static void test_tokenizer_merges(void) {
 
 // Very many letters, spaces or marks without a break: in seconds where a quadratic way takes hours.
 static void test_tokenizer_long(void) {
-    enum { N = 300000 };
+    enum { N = 100000 };
     static const char *const units[] = {"a", " ", "\n", "ab", "\xCC\xA3\xCC\x87", "1", "a ", "\xE2\x96\x81", "-="};
     char *text = (char *)malloc(N);
     if (text == NULL) exit(1);
@@ -523,6 +523,48 @@ static void test_tokenizer_converted(void) {
     free(bytes);
     json_decref(file);
     json_decref(files);
+}
+
+// The real Llama 3, where its tokenizer.model is at hand: LLAMA3_TOKENIZER=path build/test_gpt tokenizer_llama3. The
+// file is Meta's and is not kept here.
+static void test_tokenizer_llama3(void) {
+    static const struct {
+        const char *text;
+        int n;
+        uint32_t ids[7];
+    } cases[] = {
+        {"Hello world!", 3, {9906, 1917, 0}},
+        {"I'll DON'T you'RE", 6, {40, 3358, 45373, 17773, 499, 95253}},
+        {"12345678 9", 5, {4513, 10961, 2495, 220, 24}},
+        {" Vi\xE1\xBB\x87t", 1, {101798}},
+        {"\r\n\r\n a", 2, {881, 264}},
+        {"trailing   ", 3, {376, 14612, 262}},
+        {"\xF0\x9F\x91\x8D\xF0\x9F\x8F\xBD", 6, {9468, 239, 235, 9468, 237, 121}},
+        {"<|eot_id|>", 7, {27, 91, 68, 354, 851, 91, 29}},
+        {"\xEF\xBF\xBD", 1, {5809}}, // what a lone surrogate is replaced by
+    };
+    const char *path = getenv("LLAMA3_TOKENIZER");
+    FileMap map;
+    Tokenizer tokenizer;
+    if (path == NULL || !check(file_map(&map, path) == 0, "%s", error_message)) return;
+    json_t *files = json_object();
+    json_object_set_new(files, "tokenizer.model", json_stringn((const char *)map.data, map.size));
+    check(tokenizer_open(&tokenizer, files, 128256) == 0 && tokenizer.kind == TOKENIZER_BPE, "%s", error_message);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t n_ids;
+        uint32_t *ids = encode_guarded(&tokenizer, cases[i].text, (int64_t)strlen(cases[i].text), &n_ids);
+        check(n_ids == cases[i].n && memcmp(ids, cases[i].ids, sizeof *ids * (size_t)n_ids) == 0, "'%s': %lld ids, %u",
+              cases[i].text, (long long)n_ids, ids[0]);
+        free(ids);
+    }
+    check(tokenizer.bos == 128000 && tokenizer.eos == 128001 && tokenizer_adds_bos(&tokenizer) &&
+              tokenizer_special(&tokenizer, "<|start_header_id|>") == 128006 &&
+              tokenizer_special(&tokenizer, "<|end_header_id|>") == 128007 &&
+              tokenizer_special(&tokenizer, "<|eot_id|>") == 128009,
+          "bos %d eos %d", tokenizer.bos, tokenizer.eos);
+    tokenizer_free(&tokenizer);
+    json_decref(files);
+    file_unmap(&map);
 }
 
 typedef struct {

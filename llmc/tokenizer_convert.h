@@ -8,7 +8,7 @@
 //        0     4   length of the longest token
 //     then for each id
 //        0     4   score, fp32
-//        4     4   n, 1 and on
+//        4     4   n, 1 to 256
 //        8     n   the token, a space for U+2581; <0x0A> is a byte. Ids 0, 1 and 2 are <unk>, <s> and </s>
 //   Valid only if the last token ends with the file.
 //
@@ -25,7 +25,7 @@
 #include "tokenizer_json.h" // gpt2_codes
 #include "unicode.h"
 
-enum { LLAMA3_MARKS = 256, CONVERT_TOKENS = 1 << 22 };
+enum { LLAMA3_MARKS = 256, CONVERT_TOKENS = 1 << 22, CONVERT_LONGEST = 256 /* bytes of a token */ };
 
 // A pair that makes a token.
 typedef struct {
@@ -188,14 +188,14 @@ static inline void llama3_mark(char *name, size_t size, int i) {
 static inline int64_t convert_rank_line(Convert *c, const char *line, const char *end, int number, char *scratch) {
     const char *stop = (const char *)memchr(line, '\n', (size_t)(end - line));
     const char *space = (const char *)memchr(line, ' ', (size_t)((stop != NULL ? stop : end) - line));
-    char spelling[4 * 256], rank[16] = "", *after = rank;
+    char spelling[4 * CONVERT_LONGEST], rank[16] = "", *after = rank;
     uint32_t codes[256];
     if (stop == NULL) stop = end;
     int n_bytes = space != NULL ? base64_bytes(scratch, line, (size_t)(space - line)) : -1;
     if (n_bytes > 0 && stop - space - 1 < (int64_t)sizeof rank) memcpy(rank, space + 1, (size_t)(stop - space - 1));
     long id = strtol(rank, &after, 10);
-    if (after == rank || (*after != '\0' && *after != '\r') || id < 0 || id >= c->bpe.n_ids || n_bytes > 256 ||
-        c->bpe.tokens[id].bytes != NULL)
+    if (after == rank || (*after != '\0' && *after != '\r') || id < 0 || id >= c->bpe.n_ids ||
+        n_bytes > CONVERT_LONGEST || c->bpe.tokens[id].bytes != NULL)
         return error_set("tokenizer.model: line %d is not base64, a space and a rank of its own", number);
     gpt2_codes(codes);
     size_t used = 0;
@@ -287,7 +287,7 @@ static inline int score_tokens(const unsigned char *bytes, size_t n) {
     while (n >= 4 && at < n && tokens < CONVERT_TOKENS) {
         uint32_t length = 0;
         if (n - at >= 8) memcpy(&length, bytes + at + 4, 4);
-        if (length == 0 || length > n - at - 8) return -1;
+        if (length == 0 || length > CONVERT_LONGEST || length > n - at - 8) return -1;
         at += 8 + (size_t)length;
         tokens++;
     }

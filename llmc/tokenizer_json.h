@@ -199,10 +199,10 @@ static inline int read_pre_tokenizer(TokenizerModel *m, const json_t *json, int 
 
 // Bytes of all spellings, which inside are never longer.
 static inline size_t spelling_bytes(const json_t *vocab, const json_t *added) {
+    json_t *names = (json_t *)vocab;
     size_t n = 0;
-    const char *name;
-    json_t *value;
-    json_object_foreach((json_t *)vocab, name, value) n += strlen(name);
+    for (void *at = json_object_iter(names); at != NULL; at = json_object_iter_next(names, at))
+        n += strlen(json_object_iter_key(at));
     for (size_t i = 0; i < json_array_size(added); i++) n += strlen(json_text(json_array_get(added, i), "content"));
     return n;
 }
