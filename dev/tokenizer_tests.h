@@ -58,6 +58,7 @@ static const TokenizerCase tokenizer_cases[] = {
     {"olmo", "olmo.json", "tokenizer.json", TOKENIZER_BPE, NULL, "<|endoftext|>", 0, 'n'},
     {"llama2", "llama2.json", "tokenizer.json", TOKENIZER_SCORE, "<s>", NULL, 1, 'a'},
     {"mistral", "mistral.json", "tokenizer.json", TOKENIZER_SCORE, NULL, NULL, 0, 'f'},
+    {"metaspace", "metaspace.json", "tokenizer.json", TOKENIZER_SCORE, NULL, NULL, 0, 'm'},
     {"llama2c", NULL, NULL, TOKENIZER_SCORE, "<s>", "</s>", 1, 'a'},
 };
 enum { TOKENIZER_CASES = sizeof tokenizer_cases / sizeof *tokenizer_cases };
@@ -605,67 +606,70 @@ static void test_tokenizer_threads(void) {
     tokenizer_free(&tokenizer);
 }
 
-// A model's folder with another program's tokenizer: text becomes the same ids through the folder, a native file of it,
-// and an export of that.
-static void check_found_tokenizer(const char *folder, const char *fixture, const char *name, const TokenizerCase *one) {
+static void save_native(const Stage *stage, const json_t *side, const char *path) {
+    check(model_save_native(stage, ARENA_PARAMS, side, path, DTYPE_F32) == 0, "%s", error_message);
+}
+
+// The tokenizer of a model at `from` gives the ids that it gives when it is opened alone; an export of it goes to `to`.
+static void check_found_tokenizer(const TokenizerCase *one, const Stage *stage, const char *from, const char *to) {
     static const char text[] = "The patient's  blood 120/80\n";
-    char path[PATH_MAX], native[PATH_MAX], other[PATH_MAX];
+    Tokenizer direct = open_case(one), found;
+    ModelFile file;
+    int64_t n_direct, n_ids;
+    if (!check(model_file_open(&file, from) == 0, "%s", error_message)) return;
+    check(tokenizer_open(&found, file.side_files, 1100) == 0 && found.kind == one->kind, "%s: kind %d, %s", from,
+          found.kind, found.reason);
+    uint32_t *expected = encode_guarded(&direct, text, sizeof text - 1, &n_direct);
+    uint32_t *ids = encode_guarded(&found, text, sizeof text - 1, &n_ids);
+    check(n_ids == n_direct && n_ids > 5 && memcmp(ids, expected, sizeof *ids * (size_t)n_ids) == 0, "%s: %lld ids",
+          from, (long long)n_ids);
+    check(found.bos == direct.bos && found.bos >= 0 && found.eos == direct.eos && tokenizer_adds_bos(&found),
+          "%s: bos %d eos %d", from, found.bos, found.eos);
+    if (ends_with(to, ".bin"))
+        save_native(stage, file.side_files, to);
+    else if (*to != '\0')
+        check(model_save_folder(stage, file.side_files, to, DTYPE_F32) == 0, "%s", error_message);
+    free(expected);
+    free(ids);
+    tokenizer_free(&direct);
+    tokenizer_free(&found);
+    model_file_close(&file);
+}
+
+// A model's folder with another program's tokenizer: it is found there, kept in a native file, and exported from that.
+// Beside a native file that has none it is found too.
+static void check_found_everywhere(const TokenizerCase *one, const char *fixture, const char *name) {
+    char folder[PATH_MAX], path[PATH_MAX], native[PATH_MAX], exported[PATH_MAX];
     Stage stage;
     Config config;
-    ModelFile file;
     Stream *stream = test_stream(PRECISION_FP32, 1);
-    Tokenizer direct = open_case(one);
-    int64_t n_direct, n_ids;
-    uint32_t *expected = encode_guarded(&direct, text, sizeof text - 1, &n_direct);
     json_t *none = json_object(), *data = tokenizer_fixture(fixture);
     check(config_from_spec(&config, "d=16,layers=1,heads=2,kv=1,ffn=16,vocab=1100,ctx=32") == 0 &&
               stage_table(&stage, &config, 0, 1) == 0 && stage_plan(&stage, 1, 1, 0, 0) == 0 &&
               stage_alloc(&stage, stream) == 0,
           "%s", error_message);
     stage_init(&stage, 1);
-    snprintf(native, sizeof native, "%s", scratch_path("found.bin"));
-    snprintf(other, sizeof other, "%s", scratch_path("tokenizer_export"));
-    snprintf(path, sizeof path, "%s", scratch_path(folder));
-    check(model_save_folder(&stage, none, path, DTYPE_F32) == 0, "%s", error_message);
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    write_file(scratch_path(path), json_string_value(data), json_string_length(data));
-    snprintf(path, sizeof path, "%s", scratch_path(folder));
-    for (int step = 0; step < 4; step++) { // folder, native, export, native beside the file
-        const char *from = step == 0 ? path : step == 1 ? native : step == 2 ? other : "";
-        char beside[PATH_MAX];
-        if (step == 3) {
-            snprintf(beside, sizeof beside, "%s", scratch_path(folder));
-            if (path_join(native, beside, "weights.bin")) exit(1);
-            check(model_save_native(&stage, ARENA_PARAMS, none, native, DTYPE_F32) == 0, "%s", error_message);
-            from = native;
-        }
-        Tokenizer found;
-        if (!check(model_file_open(&file, from) == 0, "%s", error_message)) break;
-        check(tokenizer_open(&found, file.side_files, 1100) == 0 && found.kind == one->kind,
-              "%s in step %d: kind %d, %s", name, step, found.kind, found.reason);
-        uint32_t *ids = encode_guarded(&found, text, sizeof text - 1, &n_ids);
-        check(n_ids == n_direct && n_ids > 5 && memcmp(ids, expected, sizeof *ids * (size_t)n_ids) == 0 &&
-                  found.bos == direct.bos && found.bos >= 0 && found.eos == direct.eos && tokenizer_adds_bos(&found),
-              "%s in step %d: %lld ids, bos %d eos %d", name, step, (long long)n_ids, found.bos, found.eos);
-        if (step == 0)
-            check(model_save_native(&stage, ARENA_PARAMS, file.side_files, native, DTYPE_F32) == 0, "%s",
-                  error_message);
-        if (step == 1) check(model_save_folder(&stage, file.side_files, other, DTYPE_F32) == 0, "%s", error_message);
-        free(ids);
-        tokenizer_free(&found);
-        model_file_close(&file);
-    }
-    free(expected);
+    snprintf(folder, sizeof folder, "%s", scratch_path(one->name));
+    snprintf(native, sizeof native, "%s", scratch_path("tokenizer_native.bin"));
+    snprintf(exported, sizeof exported, "%s", scratch_path("tokenizer_export"));
+    check(model_save_folder(&stage, none, folder, DTYPE_F32) == 0, "%s", error_message);
+    if (path_join(path, folder, name)) exit(1);
+    write_file(path, json_string_value(data), json_string_length(data));
+    check_found_tokenizer(one, &stage, folder, native);
+    check_found_tokenizer(one, &stage, native, exported);
+    check_found_tokenizer(one, &stage, exported, "");
+    if (path_join(path, folder, "weights.bin")) exit(1);
+    save_native(&stage, none, path);
+    check_found_tokenizer(one, &stage, path, "");
     json_decref(none);
     json_decref(data);
-    tokenizer_free(&direct);
     stage_free(&stage);
     stream_destroy(stream);
 }
 
 static void test_tokenizer_files(void) {
-    check_found_tokenizer("found_ranks", "ranks.model", "tokenizer.model", &tokenizer_cases[1]);
-    check_found_tokenizer("found_scores", "llama2c.bin", "tokenizer.bin", &tokenizer_cases[TOKENIZER_CASES - 1]);
+    check_found_everywhere(&tokenizer_cases[1], "ranks.model", "tokenizer.model");
+    check_found_everywhere(&tokenizer_cases[TOKENIZER_CASES - 1], "llama2c.bin", "tokenizer.bin");
 }
 
 // Documents begin as the model's texts do, with BOS once or not at all, and end with the document's mark.

@@ -3,7 +3,8 @@
     python3 dev/reference/dump_tokenizers.py data/fixtures/tokenizers
 
 Needs tokenizers, tiktoken and sentencepiece. Learns from this repository's sources and the texts below. Writes
-    NAME.json       a tokenizer.json: llama3, smollm2, gpt2, gpt2_prefix, qwen, olmo, llama2, mistral
+    NAME.json       a tokenizer.json: llama3, smollm2, gpt2, gpt2_prefix, qwen, olmo, llama2, mistral,
+                    metaspace
     ranks.model     Llama 3's form of tiktoken file, with llama3's tokens
     llama2c.bin     SentencePiece's tokens and scores in llama2.c's form
     expected.json   {"texts": [...], NAME: [ids of each text]}; ranks by tiktoken, llama2c by SentencePiece
@@ -176,9 +177,9 @@ def make_llama2(texts):
     return data
 
 
-def make_mistral(texts):
+def make_metaspace(texts, scheme, splits):
     data = make_scores(texts)
-    data["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    data["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": splits}
     return data
 
 
@@ -235,7 +236,8 @@ def main():
         "qwen": make_qwen(texts),
         "olmo": make_olmo(texts),
         "llama2": make_llama2(texts),
-        "mistral": make_mistral(texts),
+        "mistral": make_metaspace(texts, "first", False),
+        "metaspace": make_metaspace(texts, "always", True),
     }
     out = {"texts": samples}
     for name, data in files.items():
