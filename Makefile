@@ -6,6 +6,7 @@
 #   make test TEST=name     only the tests whose name contains it; SANITIZE=1: under ASan and UBSan, SANITIZE=thread: under
 #                           ThreadSanitizer with one OpenMP thread (meant for TEST=anchor)
 #   make bench BENCH=parts  speed against this machine's limits; parts: each op alone
+#   make bench BENCH="tokenizer X.json Y.txt"  a tokenizer's speed on a text
 #   make bench DEVICE=cuda  the same for a GPU, every kernel and a step of 1B; K=name: only kernels whose name contains it
 #   make fuzz               any bytes as files, messages, tables and frames, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
@@ -21,7 +22,7 @@ CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
 BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
-LIBS := -ldnnl -lopenblas -ljansson -lm
+LIBS := -ldnnl -lopenblas -ljansson -lpcre2-8 -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
 LIBS := -L$(DNNL)/lib -Wl,-rpath,$(abspath $(DNNL)/lib) $(LIBS)
@@ -63,7 +64,7 @@ KNOWN_ARCHS = $(filter $(ALL_ARCHS),$(shell $(NVCC) --list-gpu-code 2>/dev/null)
 ARCH_FLAGS = $(if $(filter all,$(ARCH)),$(foreach a,$(KNOWN_ARCHS),-gencode arch=$(a:sm_%=compute_%),code=$(a)),-arch=$(ARCH))
 CUDA_FLAGS = -x cu -std=c++17 -O3 -DDEVICE_CUDA -D_GNU_SOURCE $(ARCH_FLAGS) --Werror all-warnings \
     -Xcompiler -Wall,-Wextra,-Werror,-fopenmp $(if $(filter FP32,$(PRECISION)),-DFLOATX_FP32) $(if $(NCCL),-DWITH_NCCL) $(ZMQ_FLAGS)
-CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) $(ZMQ_LIBS) -ljansson -lm
+CUDA_LIBS = -lcublasLt -lcusolver $(if $(NCCL),-lnccl) $(ZMQ_LIBS) -ljansson -lpcre2-8 -lm
 ifdef DEPS
 CUDA_FLAGS += -I$(DEPS)/include
 CUDA_LIBS += -L$(DEPS)/lib -Xlinker -rpath,$(abspath $(DEPS)/lib),-rpath-link,$(abspath $(DEPS)/lib)

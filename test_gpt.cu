@@ -1658,7 +1658,7 @@ static void test_options(void) {
 
 static Tokenizer byte_tokenizer(void) {
     Tokenizer tokenizer;
-    tokenizer_open(&tokenizer, NULL, BYTE_VOCAB);
+    check(tokenizer_open(&tokenizer, NULL, BYTE_VOCAB) == 0, "%s", error_message);
     return tokenizer;
 }
 
@@ -1740,7 +1740,7 @@ static void test_text_data(void) {
           "split of a text");
     dataset_close(&data);
     Tokenizer other;
-    tokenizer_open(&other, NULL, 128256);
+    check(tokenizer_open(&other, NULL, 128256) == 0, "%s", error_message);
     memset(&data, 0, sizeof data);
     check_error(dataset_read(&data, &data.train, scratch_path("split.txt"), &other), "vocabulary 128256",
                 "text for a model with another tokenizer");
@@ -1800,7 +1800,8 @@ static void test_token_data(void) {
                     bad[i].message, bad[i].message);
         dataset_close(&data);
     }
-    Tokenizer small = {TOKENIZER_NONE, 17, -1, -1};
+    Tokenizer small;
+    check(tokenizer_open(&small, NULL, 17) == 0, "%s", error_message);
     memset(&data, 0, sizeof data);
     check_error(dataset_read(&data, &data.train, write_tokens(20, 0, TOKENS_MAGIC, 0), &small),
                 "token 17 is 17, the vocabulary ends at 16", "ids beyond the vocabulary");
@@ -1844,18 +1845,19 @@ static void test_tokenizer(void) {
     for (int i = 0; i < 256; i++) text[i] = (char)i;
     check(tokenizer_encode(&tokenizer, ids, text, 256) == 256, "length");
     for (int i = 0; i < 256; i++)
-        check(ids[i] == (uint32_t)i && tokenizer_decode(&tokenizer, out, ids[i]) == 1 && out[0] == (char)i, "byte %d",
-              i);
-    check(tokenizer_decode(&tokenizer, out, BYTE_EOS) == 0, "a mark has bytes");
+        check(ids[i] == (uint32_t)i && tokenizer_decode(&tokenizer, out, sizeof out, ids[i]) == 1 && out[0] == (char)i,
+              "byte %d", i);
+    check(tokenizer_decode(&tokenizer, out, sizeof out, BYTE_EOS) == 0, "a mark has bytes");
     json_t *files = tokenizer_byte_files();
-    const char *json = json_string_value(json_object_get(files, "tokenizer.json"));
     Tokenizer again;
-    tokenizer_open(&again, json, BYTE_VOCAB);
-    check(again.kind == TOKENIZER_BYTE && again.bos == 256, "its own file is not known again");
-    tokenizer_open(&again, "{\"model\":{}}", BYTE_VOCAB);
-    check(again.kind == TOKENIZER_NONE, "another tokenizer.json is taken for bytes");
-    tokenizer_open(&again, json, 200);
-    check(again.kind == TOKENIZER_NONE, "a vocabulary too small for bytes");
+    check(tokenizer_open(&again, files, BYTE_VOCAB) == 0 && again.kind == TOKENIZER_BYTE && again.bos == 256,
+          "its own file is not known again");
+    check(tokenizer_open(&again, files, 200) == 0 && again.kind == TOKENIZER_NONE, "a vocabulary too small for bytes");
+    tokenizer_free(&again);
+    json_object_set_new(files, "tokenizer.json", json_string("{\"model\":{}}"));
+    check(tokenizer_open(&again, files, BYTE_VOCAB) == 0 && again.kind == TOKENIZER_NONE,
+          "another tokenizer.json is taken for bytes");
+    tokenizer_free(&again);
     json_decref(files);
 }
 
@@ -8706,6 +8708,7 @@ static void test_processes_resume(void) {
 #include "dev/gguf_tests.h"
 #include "dev/status_tests.h"
 #include "dev/data_tests.h"
+#include "dev/tokenizer_tests.h"
 
 static const struct {
     const char *name;
@@ -8824,6 +8827,21 @@ static const struct {
     {"config", test_config},
     {"options", test_options},
     {"tokenizer", test_tokenizer},
+    {"tokenizer_expected", test_tokenizer_expected},
+    {"tokenizer_bytes", test_tokenizer_bytes},
+    {"tokenizer_marks", test_tokenizer_marks},
+    {"tokenizer_config", test_tokenizer_config},
+    {"tokenizer_pieces", test_tokenizer_pieces},
+    {"tokenizer_patterns", test_tokenizer_patterns},
+    {"tokenizer_merges", test_tokenizer_merges},
+    {"tokenizer_long", test_tokenizer_long},
+    {"tokenizer_refused", test_tokenizer_refused},
+    {"tokenizer_beyond", test_tokenizer_beyond},
+    {"tokenizer_converted", test_tokenizer_converted},
+    {"tokenizer_llama3", test_tokenizer_llama3},
+    {"tokenizer_threads", test_tokenizer_threads},
+    {"tokenizer_files", test_tokenizer_files},
+    {"tokenizer_documents", test_tokenizer_documents},
     {"text_data", test_text_data},
     {"token_data", test_token_data},
     {"data_order", test_data_order},

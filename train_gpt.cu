@@ -1486,10 +1486,8 @@ static void evaluation_add(Evaluation *eval, Stage *last, const Batch *batch, in
                            Stream *stream) {
     head_loss(last, batch->targets, b * batch->T, 0, 0.0f, 0, stream);
     eval->sum += stage_take_loss(last, stream);
-    for (int n = 0; n < b * batch->T; n++) {
-        char bytes[8];
-        if (batch->targets[n] >= 0) eval->n_bytes += tokenizer_decode(tokenizer, bytes, (uint32_t)batch->targets[n]);
-    }
+    for (int n = 0; n < b * batch->T; n++)
+        if (batch->targets[n] >= 0) eval->n_bytes += tokenizer_decode(tokenizer, NULL, 0, (uint32_t)batch->targets[n]);
 }
 
 static void evaluation_end(Evaluation *eval) {
@@ -1556,15 +1554,27 @@ static int sample_token(const float *logits, int V, float temperature, float top
     return work[n - 1].id;
 }
 
+// The prompt's tokens as the model's texts begin; something must, so that an empty prompt has a mark in any case.
+// tokens has room for one more than the prompt's. Returns how many, or -1.
+static int64_t prompt_tokens(uint32_t *tokens, const Tokenizer *tokenizer, const char *prompt) {
+    int64_t length = (int64_t)strlen(prompt), begun = 0;
+    int begin = tokenizer->bos >= 0 ? tokenizer->bos : tokenizer->eos;
+    if (tokenizer_adds_bos(tokenizer) || (length == 0 && begin >= 0)) tokens[begun++] = (uint32_t)begin;
+    int64_t n = tokenizer_encode(tokenizer, tokens + begun, prompt, length);
+    if (n == 0 && begun == 0)
+        return error_set("--generate: the prompt is empty, and the model has no mark to begin with");
+    return n < 0 ? -1 : begun + n;
+}
+
 // Continues the prompt and writes the text to `out` as it comes. The model must hold one sequence of the prompt's
 // length; the result is a function of the weights, the prompt and the seed.
 static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
                     Stream *stream) {
     int V = model->config.vocab, n = 0, result = 0;
-    int64_t length = (int64_t)strlen(prompt);
     int T_max = model->max_T < model->config.context ? model->max_T : model->config.context;
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
-    uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)(length + 1));
+    int64_t room = tokenizer_room(tokenizer, (int64_t)strlen(prompt)) + 1;
+    uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)room);
     Candidate *work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
     float *logits = (float *)malloc(sizeof(float) * (size_t)V);
     floatX *row = (floatX *)malloc(sizeof(floatX) * (size_t)V);
@@ -1574,15 +1584,16 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
     if (tokens == NULL || work == NULL || logits == NULL || row == NULL || cache.rows == NULL) {
         result = error_set("out of memory for generation");
     } else {
-        if (tokenizer->bos >= 0) tokens[n++] = (uint32_t)tokenizer->bos;
-        n += (int)tokenizer_encode(tokenizer, tokens + n, prompt, length);
-        if (n >= T_max)
-            result = error_set("--generate: the prompt has %d tokens, the context is %d; nothing is left to generate",
-                               n, T_max);
+        int64_t n_prompt = prompt_tokens(tokens, tokenizer, prompt);
+        n = n_prompt < T_max ? (int)n_prompt : T_max;
+        if (n < 0) result = -1;
+        if (n == T_max)
+            result = error_set("--generate: the prompt has %lld tokens, the context is %d; nothing is left to generate",
+                               (long long)n_prompt, T_max);
     }
     model_round(model, stream);
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
-        char text[8] = "";
+        char text[1024] = "";
         Stage *last = model_forward(model, tokens, NULL, 1, n, &cache, NULL, NULL, stream);
         matmul_forward(last->logits, last->normed + (size_t)(n - 1) * model->config.channels,
                        stage_weight(last, last->p.head), 1, model->config.channels, V, NULL, stream);
@@ -1592,9 +1603,9 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
         for (int v = 0; v < V; v++) logits[v] = (float)row[v];
         int id = sample_token(logits, V, opts->temperature, opts->top_p, u, work);
         if (id < 0) result = -1;
-        if (id < 0 || id == tokenizer->eos) break;
-        int n_bytes = tokenizer_decode(tokenizer, text, (uint32_t)id);
-        fwrite(text, 1, (size_t)n_bytes, out);
+        if (id < 0 || id == tokenizer->eos || id == model->config.eos_id) break;
+        int n_bytes = tokenizer_decode(tokenizer, text, sizeof text, (uint32_t)id);
+        fwrite(text, 1, n_bytes <= (int)sizeof text ? (size_t)n_bytes : 0, out);
         fflush(out);
         tokens[0] = (uint32_t)id, n = 1;
     }
@@ -2001,7 +2012,8 @@ enum {
     NODE_COORDINATOR = 0,
     NODE_WAIT_MS = 100,
     NODE_IMPATIENCE = 15,
-    NODE_PATIENCE = 600 /* seconds without a word of the coordinator */
+    NODE_PATIENCE = 600,  /* seconds without a word of the coordinator */
+    NODE_SETUP = 64 << 20 /* bytes of its longest message */
 };
 
 // A message that no link takes, or not yet.
@@ -7514,6 +7526,16 @@ static int node_serve(Trainer *trainer) {
 
 static const char medical_train[] = "data/medical/train.jsonl", medical_val[] = "data/medical/val.jsonl";
 
+// The tokenizer of the side files; marks that they do not name are the config's.
+static int open_tokenizer(Trainer *trainer) {
+    Tokenizer *tokenizer = &trainer->tokenizer;
+    const Config *config = &trainer->config;
+    if (tokenizer_open(tokenizer, trainer->side_files, config->vocab)) return -1;
+    if (tokenizer->bos < 0) tokenizer->bos = config->bos_id;
+    if (tokenizer->eos < 0) tokenizer->eos = config->eos_id;
+    return 0;
+}
+
 // Opens the model and its tokenizer, or takes the config of --init.
 static int open_model(Trainer *trainer, ModelFile *file) {
     const Options *opts = &trainer->opts;
@@ -7525,17 +7547,14 @@ static int open_model(Trainer *trainer, ModelFile *file) {
         if (opts->init[0] != '\0') {
             if (config_from_spec(&trainer->config, opts->init)) return -1;
             trainer->side_files = trainer->config.vocab == BYTE_VOCAB ? tokenizer_byte_files() : json_object();
-            tokenizer_open(&trainer->tokenizer, NULL, trainer->config.vocab);
-            return trainer->side_files != NULL ? 0 : error_set("out of memory for the tokenizer");
+            return trainer->side_files != NULL ? open_tokenizer(trainer) : -1;
         }
         snprintf(trainer->model_path, sizeof trainer->model_path, "%s", opts->model);
     }
     if (model_file_open(file, trainer->model_path)) return -1;
     trainer->config = file->config;
     trainer->side_files = json_incref(file->side_files);
-    tokenizer_open(&trainer->tokenizer, json_string_value(json_object_get(file->side_files, "tokenizer.json")),
-                   file->config.vocab);
-    return 0;
+    return open_tokenizer(trainer);
 }
 
 // How lines become tokens and tokens windows, as the options say.
@@ -7954,7 +7973,7 @@ static int node_open_data(Trainer *trainer) {
 // Settings, model and role of the coordinator's setup.
 static int node_settle_in(Trainer *trainer) {
     Node *node = trainer->node;
-    const json_t *setup = node->setup, *tokenizer;
+    const json_t *setup = node->setup;
     const char *version = json_string_value(json_object_get(setup, "meshtune"));
     if (version == NULL || strcmp(version, MESHTUNE_VERSION) != 0)
         return error_set("the coordinator runs meshtune %.40s, this is %s; use the same everywhere",
@@ -7964,8 +7983,7 @@ static int node_settle_in(Trainer *trainer) {
         return -1;
     trainer->side_files = json_deep_copy(json_object_get(setup, "side_files"));
     if (!json_is_object(trainer->side_files)) return error_set("the coordinator sends no tokenizer");
-    tokenizer = json_object_get(trainer->side_files, "tokenizer.json");
-    tokenizer_open(&trainer->tokenizer, json_string_value(tokenizer), trainer->config.vocab);
+    if (open_tokenizer(trainer)) return -1;
     node->role = (int)json_integer_value(json_object_get(setup, "role"));
     return 0;
 }
@@ -8106,6 +8124,7 @@ static void trainer_free(Trainer *trainer) {
     device_free(trainer->leading.directions);
     mesh_free(&trainer->mesh);
     json_decref(trainer->side_files);
+    tokenizer_free(&trainer->tokenizer);
     dataset_close(&trainer->data);
     stream_destroy(trainer->stream);
     node_free(trainer->node);
@@ -8115,7 +8134,10 @@ static void trainer_free(Trainer *trainer) {
 static int node_dial(Trainer *trainer) {
     Node *node = trainer->node;
     const char *listen_at = trainer->opts.listen;
-    node->net = net_join(&node->token, strcmp(listen_at, "none") == 0 ? NULL : listen_at, NULL);
+    NetLimits limits;
+    memset(&limits, 0, sizeof limits);
+    limits.control_bytes = NODE_SETUP; // the coordinator's setup has the model's tokenizer in it
+    node->net = net_join(&node->token, strcmp(listen_at, "none") == 0 ? NULL : listen_at, &limits);
     return node->net != NULL ? 0 : -1;
 }
 
@@ -8139,6 +8161,7 @@ static void node_clear_out(Trainer *trainer) {
     anchor_stop(&trainer->anchor);
     mesh_free(&trainer->mesh);
     json_decref(trainer->side_files);
+    tokenizer_free(&trainer->tokenizer);
     dataset_close(&trainer->data);
     stream_destroy(trainer->stream);
     trainer->side_files = NULL, trainer->stream = NULL, trainer->n_params = 0;

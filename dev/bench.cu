@@ -1,5 +1,5 @@
 // Speed against this machine's own limits: `make bench`, or build/bench [124m] [1b] [parts] [mesh] [rotate]
-// [net] [256|1024] [fp32|bf16].
+// [net] [tokenizer] [256|1024] [fp32|bf16].
 //
 //   124m   d 768, 12 layers, 12 heads, ffn 2048, vocabulary 32000; T 256 and 1024, 4,096 tokens a step, both precisions
 //   1b     the Llama-3.2-1B shape, random weights, B 1 T 128: one step, after one to warm up
@@ -14,6 +14,9 @@
 //   net    only if named: one stream of 268 MB over loopback with CURVE, both ends in this process; a coordinator with
 //   64
 //          idle joiners, which another process has
+//   tokenizer  only if named, with a tokenizer.json and a text file behind it: `make bench BENCH="tokenizer X.json
+//   Y.txt"`;
+//          MB of text a second of one processor's time, the whole at once and line by line, and its split alone
 // Columns: tok/s and GFLOP/s are medians over the steps; % of peak is GFLOP/s over the 2048^3 matrix product of the
 // same precision, the median of two products timed after each step; forward, backward and optimizer are shares
 // of the step. bench.h has the FLOPs of a token.
@@ -733,6 +736,71 @@ static int bench_net_idle(void) {
     return 0;
 }
 
+// Seconds of processors for a text, the whole at once or each line alone. *n_ids: how many ids; -1: an error.
+static double bench_encode(const Tokenizer *tokenizer, uint32_t *ids, const FileMap *text, int by_lines,
+                           int64_t *n_ids) {
+    const char *at = (const char *)text->data, *end = at + text->size;
+    double start = bench_cpu();
+    for (*n_ids = 0; at < end;) {
+        const char *line = by_lines ? (const char *)memchr(at, '\n', (size_t)(end - at)) : NULL;
+        const char *stop = line != NULL ? line + 1 : end;
+        int64_t n = tokenizer_encode(tokenizer, ids, at, stop - at);
+        if (n < 0) {
+            *n_ids = -1;
+            break;
+        }
+        *n_ids += n;
+        at = stop;
+    }
+    return bench_cpu() - start;
+}
+
+static double bench_split(const Tokenizer *tokenizer, const FileMap *text) {
+    const Splitter *splitter = &tokenizer->model->splitter;
+    pcre2_match_data *match = pcre2_match_data_create(1, NULL);
+    double start = bench_cpu();
+    int64_t from, to = 0, n = (int64_t)text->size;
+    while (match != NULL &&
+           splitter_find(splitter, splitter->n_steps - 1, (const char *)text->data, n, to, match, &from, &to) > 0) {
+    }
+    pcre2_match_data_free(match);
+    return bench_cpu() - start;
+}
+
+// paths: a tokenizer.json and a text.
+static int bench_tokenizer(char **paths) {
+    enum { RUNS = 7 };
+    Tokenizer tokenizer;
+    FileMap json, text;
+    double times[RUNS];
+    int64_t n_ids = 0;
+    if (file_map(&json, paths[0]) || file_map(&text, paths[1])) return -1;
+    json_t *files = json_object();
+    json_object_set_new(files, "tokenizer.json", json_stringn((const char *)json.data, json.size));
+    double start = bench_cpu();
+    if (tokenizer_open(&tokenizer, files, 1 << 20) || tokenizer_takes_text(&tokenizer, paths[0])) return -1;
+    printf("tokenizer: %s opens in %.0f ms\n", paths[0], 1e3 * (bench_cpu() - start));
+    uint32_t *ids = (uint32_t *)malloc(sizeof *ids * (size_t)tokenizer_room(&tokenizer, (int64_t)text.size));
+    if (ids == NULL) return error_set("out of memory for the benchmark");
+    for (int by_lines = 0; by_lines < 2; by_lines++) {
+        bench_encode(&tokenizer, ids, &text, by_lines, &n_ids); // the memory is there then
+        for (int i = 0; i < RUNS; i++) times[i] = bench_encode(&tokenizer, ids, &text, by_lines, &n_ids);
+        if (n_ids < 0) return -1;
+        printf("tokenizer: %.1f MB %s, %lld ids: %.1f MB/s\n", 1e-6 * (double)text.size,
+               by_lines ? "line by line" : "at once", (long long)n_ids, 1e-6 * (double)text.size / median(times, RUNS));
+    }
+    int n_steps = tokenizer.model->splitter.n_steps;
+    for (int i = 0; i < RUNS && n_steps > 0; i++) times[i] = bench_split(&tokenizer, &text);
+    if (n_steps > 0)
+        printf("tokenizer: its last split alone: %.1f MB/s\n", 1e-6 * (double)text.size / median(times, RUNS));
+    free(ids);
+    tokenizer_free(&tokenizer);
+    json_decref(files);
+    file_unmap(&json);
+    file_unmap(&text);
+    return 0;
+}
+
 static int bench_named(int argc, char **argv, const char *name) {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], name) == 0) return 1;
@@ -746,6 +814,11 @@ static int bench_either(int argc, char **argv, const char *name, const char *oth
 
 int main(int argc, char **argv) {
     int result = 0;
+    if (argc == 4 && strcmp(argv[1], "tokenizer") == 0) {
+        result = bench_tokenizer(argv + 2);
+        if (result != 0) printf("bench: %s\n", error_message);
+        return result != 0;
+    }
     int parts = bench_named(argc, argv, "parts"), small = bench_named(argc, argv, "124m");
     int large = bench_named(argc, argv, "1b"), mesh = bench_named(argc, argv, "mesh");
     int rotate = bench_named(argc, argv, "rotate"), net = bench_named(argc, argv, "net");

@@ -91,7 +91,7 @@ static void test_gguf_logits(void) {
     batch_alloc(&batch, B, T);
     memcpy(batch.tokens, tokens->data, sizeof(int32_t) * (size_t)(B * T));
     stage_round(&stage, stream);
-    stage_forward(&stage, 0, batch.tokens, B, T, NULL, NULL, stream);
+    stage_forward(&stage, 0, batch.tokens, NULL, B, T, NULL, NULL, stream);
     floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
     matmul_forward(product, stage.normed, stage_weight(&stage, stage.p.head), B * T, stage.config.channels,
                    stage.config.vocab, NULL, stream);

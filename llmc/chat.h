@@ -144,11 +144,6 @@ static inline void text_strip(const char **text, int64_t *n) {
     }
 }
 
-static inline int token_length(const Tokenizer *tokenizer, uint32_t id) {
-    char bytes[512];
-    return tokenizer_decode(tokenizer, bytes, id);
-}
-
 // Appends the tokens of head and text as those of one text, the head's trained or not; a token that has bytes of both
 // is of the text.
 static inline int stream_put_behind(TokenStream *stream, const Tokenizer *tokenizer, const char *head, int head_trained,
@@ -161,7 +156,7 @@ static inline int stream_put_behind(TokenStream *stream, const Tokenizer *tokeni
     int result = stream_put_text(stream, tokenizer, joined, n_head + n, trained);
     free(joined);
     for (int64_t i = first; i < stream->n && trained && !head_trained && result == 0; i++) {
-        seen += token_length(tokenizer, stream->tokens[i] & ~TOKEN_NO_LOSS);
+        seen += tokenizer_decode(tokenizer, NULL, 0, stream->tokens[i] & ~TOKEN_NO_LOSS);
         if (seen > n_head) break;
         stream->owned[i] |= TOKEN_NO_LOSS;
     }

@@ -13,20 +13,7 @@
 #include <string.h>  // memchr
 
 #include "error.h"
-
-// Length of the valid UTF-8 sequence at s (n bytes left), 0 if it is none.
-static inline int utf8_length(const unsigned char *s, size_t n) {
-    if (s[0] < 0x80) return 1;
-    int length = s[0] >= 0xC2 && s[0] <= 0xDF ? 2 : (s[0] & 0xF0) == 0xE0 ? 3 : s[0] >= 0xF0 && s[0] <= 0xF4 ? 4 : 0;
-    if (length == 0 || (size_t)length > n) return 0;
-    for (int i = 1; i < length; i++)
-        if ((s[i] & 0xC0) != 0x80) return 0;
-    if (s[0] == 0xE0 && s[1] < 0xA0) return 0; // overlong
-    if (s[0] == 0xED && s[1] > 0x9F) return 0; // surrogates
-    if (s[0] == 0xF0 && s[1] < 0x90) return 0; // overlong
-    if (s[0] == 0xF4 && s[1] > 0x8F) return 0; // beyond U+10FFFF
-    return length;
-}
+#include "unicode.h" // utf8_length
 
 static inline int hex4(const char *s, size_t n) {
     int value = 0;

@@ -18,6 +18,7 @@
 #include "gguf_tokenizer.h" // its tokenizer
 #include "llama2c.h"
 #include "safetensors.h"
+#include "tokenizer.h" // other programs' tokenizers, BYTE_VOCAB
 
 // Small text files of a Hugging Face folder that a native file carries along and an export writes back.
 static const char *const model_side_files[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -123,24 +124,62 @@ static inline int model_file_open_index(ModelFile *file, const char *folder, con
     return result;
 }
 
-static inline int model_file_open_folder(ModelFile *file, const char *folder) {
+// Takes a file of a folder as text, if it is there.
+static inline int model_file_add_side(ModelFile *file, const char *folder, const char *name) {
     char path[PATH_MAX];
     FileMap map;
-    if (path_join(path, folder, "config.json") || config_from_file(&file->config, path)) return -1;
-    for (int i = 0; i < MODEL_SIDE_FILES; i++) {
-        if (path_join(path, folder, model_side_files[i])) return -1;
-        if (!file_exists(path)) continue;
+    if (path_join(path, folder, name)) return -1;
+    if (!file_exists(path)) return 0;
+    if (file_map(&map, path)) return -1;
+    json_t *text = json_stringn((const char *)map.data, map.size);
+    file_unmap(&map);
+    if (text == NULL) return error_set("%s: not UTF-8 text", path);
+    json_object_set_new(file->side_files, name, text);
+    return 0;
+}
+
+// Looks in the model's folder for a tokenizer of another program, unless there is one: tiktoken's tokenizer.model, or
+// llama2.c's tokenizer.bin. It is kept as the tokenizer.json that it makes, so that exports have one.
+static inline int model_file_find_tokenizer(ModelFile *file, const char *folder) {
+    char path[PATH_MAX];
+    FileMap map;
+    int result = 0;
+    for (int binary = 0; binary < 2 && result == 0; binary++) {
+        if (json_object_get(file->side_files, "tokenizer.json") != NULL) return 0;
+        if (path_join(path, folder, binary ? "tokenizer.bin" : "tokenizer.model")) return -1;
+        if (!file_exists(path) || file_is_folder(path)) continue;
         if (file_map(&map, path)) return -1;
-        json_t *text = json_stringn((const char *)map.data, map.size);
+        if (!binary && is_tiktoken((const char *)map.data, map.size))
+            result = convert_tiktoken(file->side_files, (const char *)map.data, map.size);
+        if (binary && score_tokens(map.data, map.size) > 0)
+            result = convert_llama2c(file->side_files, map.data, map.size);
         file_unmap(&map);
-        if (text == NULL) return error_set("%s: not UTF-8 text", path);
-        json_object_set_new(file->side_files, model_side_files[i], text);
     }
+    return result;
+}
+
+static inline int model_file_open_folder(ModelFile *file, const char *folder) {
+    char path[PATH_MAX];
+    if (path_join(path, folder, "config.json") || config_from_file(&file->config, path)) return -1;
+    for (int i = 0; i < MODEL_SIDE_FILES; i++)
+        if (model_file_add_side(file, folder, model_side_files[i])) return -1;
+    if (model_file_find_tokenizer(file, folder)) return -1;
     if (path_join(path, folder, "model.safetensors")) return -1;
     if (file_exists(path)) return model_file_add_shard(file, path);
     if (path_join(path, folder, "model.safetensors.index.json")) return -1;
     if (file_exists(path)) return model_file_open_index(file, folder, path);
     return error_set("%s: neither model.safetensors nor model.safetensors.index.json is in it", folder);
+}
+
+// A file without a tokenizer has the one that lies beside it, unless its ids are bytes.
+static inline int model_file_find_beside(ModelFile *file, const char *path) {
+    char folder[PATH_MAX];
+    path_parent(folder, path);
+    if (json_object_get(file->side_files, "tokenizer.json") != NULL || file->config.vocab == BYTE_VOCAB) return 0;
+    if (model_file_add_side(file, folder, "tokenizer.json") ||
+        model_file_add_side(file, folder, "tokenizer_config.json"))
+        return -1;
+    return model_file_find_tokenizer(file, folder);
 }
 
 static inline int model_file_open_native(ModelFile *file, const char *path) {
@@ -158,7 +197,7 @@ static inline int model_file_open_native(ModelFile *file, const char *path) {
         json_t *side = json_object_get(metadata, model_side_files[i]);
         if (side != NULL) json_object_set(file->side_files, model_side_files[i], side);
     }
-    return result;
+    return result == 0 ? model_file_find_beside(file, path) : -1;
 }
 
 // Takes over the reference to a config.json's JSON, NULL being an error already told.

@@ -40,10 +40,10 @@ static inline void show_special(FILE *out, const Tokenizer *tokenizer, uint32_t 
 }
 
 static inline void show_token(FILE *out, const Tokenizer *tokenizer, uint32_t id) {
-    char bytes[512];
-    int n = tokenizer_decode(tokenizer, bytes, id);
-    for (int i = 0; i < n; i++) show_byte(out, (unsigned char)bytes[i]);
-    if (n == 0) show_special(out, tokenizer, id);
+    char bytes[1024];
+    int n = tokenizer_decode(tokenizer, bytes, sizeof bytes, id), fits = n > 0 && n <= (int)sizeof bytes;
+    for (int i = 0; i < n && fits; i++) show_byte(out, (unsigned char)bytes[i]);
+    if (!fits) show_special(out, tokenizer, id);
 }
 
 // tokens (n) as TokenStream has them; the first is never a target. terminal: bold and dim, else [[...]] around what is

@@ -56,7 +56,7 @@ links() { # links LIBRARY...: the compiler finds them
 }
 
 includes() {
-    echo "#include <$1>" > $out/include.cu
+    printf '#define PCRE2_CODE_UNIT_WIDTH 8\n#include <%s>\n' "$1" > $out/include.cu
     "$nvcc" -E $out/include.cu -I$deps/include > /dev/null 2>&1
 }
 
@@ -88,9 +88,9 @@ check_libraries() {
         take_from_python
     fi
     local library missing=
-    for library in cublasLt cusolver jansson; do links "$library" || missing+=" $library"; done
+    for library in cublasLt cusolver jansson pcre2-8; do links "$library" || missing+=" $library"; done
     for library in dnnl openblas; do links "$library" || missing+=" $library(of the ops' tests)"; done
-    for library in cublasLt.h cusolverDn.h jansson.h dnnl.h; do includes "$library" || missing+=" $library"; done
+    for library in cublasLt.h cusolverDn.h jansson.h pcre2.h dnnl.h; do includes "$library" || missing+=" $library"; done
     [ -z "$missing" ] || echo "gpu_check: not found here:$missing; see scripts/gpu_deps.sh and DEPS"
 }
 

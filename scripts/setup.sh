@@ -4,7 +4,7 @@
 set -eu
 missing=
 has_file() { # the header, wherever this machine's compiler looks for it
-    echo "#include <$1>" | ${CC:-cc} -E -x c - > /dev/null 2>&1
+    echo "#include <$1>" | ${CC:-cc} ${2:-} -E -x c - > /dev/null 2>&1
 }
 has_library() {
     echo 'int main(void) { return 0; }' | ${CC:-cc} -x c - -o /dev/null "-l$1"
@@ -19,6 +19,7 @@ need 'has_file stdio.h' libc6-dev
 need 'has_file dnnl.h' libdnnl-dev
 need 'has_library openblas' libopenblas-dev
 need 'has_file jansson.h' libjansson-dev
+need 'has_file pcre2.h -DPCRE2_CODE_UNIT_WIDTH=8' libpcre2-dev
 need 'has_file zmq.h' libzmq3-dev
 need 'command -v gnuplot' gnuplot-nox
 need '[ -r /usr/share/wordnet/data.noun ]' wordnet-base
@@ -32,7 +33,7 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<TEXT
 setup: this system has no apt-get. Please install what these Debian packages hold, then try again:
  $missing
-(a C and a C++ compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson and ZeroMQ with headers, gnuplot; WordNet's data files under
+(a C and a C++ compiler with OpenMP, make, oneDNN with headers, OpenBLAS, jansson, PCRE2 and ZeroMQ with headers, gnuplot; WordNet's data files under
 /usr/share/wordnet are for the demo only)
 TEXT
     exit 1
