@@ -1506,7 +1506,7 @@ static void test_model_files(void) {
         {"\"hidden_size\": 42", "\"hidden_size\": 99999999999999999999", "too big"},
         {"\"num_key_value_heads\": 3", "\"num_key_value_heads\": 4", "not a multiple"},
         {"\"head_dim\": 10", "\"head_dim\": 7", "is odd"},
-        {"\"model_type\": \"llama\"", "\"model_type\": \"qwen2\"", "model_type 'qwen2'"},
+        {"\"model_type\": \"llama\"", "\"model_type\": \"gpt2\"", "model_type 'gpt2'"},
         {"\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\"", "hidden_act 'gelu'"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "attention_bias"},
         {"\"mlp_bias\": false", "\"mlp_bias\": true", "mlp_bias"},
@@ -8703,6 +8703,7 @@ static void test_processes_resume(void) {
 
 #include "dev/net_tests.h"
 #endif
+#include "dev/family_tests.h"
 #include "dev/status_tests.h"
 
 static const struct {
@@ -8852,6 +8853,16 @@ static const struct {
     {"status_request", test_status_request},
     {"status_page", test_status_page},
     {"status_slow", test_status_slow},
+    {"families_against_pytorch", test_families_against_pytorch},
+    {"families_variants", test_families_variants},
+#ifndef DEVICE_CUDA
+    {"families_ops", test_families_ops},
+    {"families_files", test_families_files},
+    {"families_presets", test_families_presets},
+    {"families_refused", test_families_refused},
+    {"families_stages", test_families_stages},
+    {"families_train", test_families_train},
+#endif
     {"launch", test_launch},
 #ifdef WITH_ZMQ
     {"launch_run", test_launch_run},
@@ -8886,8 +8897,9 @@ static int is_left_out(const char *name) {
 #else
     int all = device_has_fp32();
 #endif
-    static const char *const kept[] = {"model_against_pytorch", "micro_batches", "model_masked", "kv_cache",
-                                       "device_mesh"};
+    static const char *const kept[] = {
+        "model_against_pytorch",    "micro_batches",    "model_masked", "kv_cache", "device_mesh",
+        "families_against_pytorch", "families_variants"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }
