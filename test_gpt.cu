@@ -3701,11 +3701,13 @@ static void check_sums(const float *got, const double *sums, int n, const char *
 // What the anchor's hook collects at each boundary over two passes of three micro-batches, the last a short one,
 // against sums of states and gradients of the model cut in two there, and of the embedding the run began with. Must
 // fail for: the layer before or after, rows of another micro-batch, today's embedding, no decay, raw gradients.
-static void test_anchor_moments(void) {
-    write_corpus();
-    MeshRun *run = mesh_run_open("--init d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
-                                 "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 "
-                                 "-x 2 -y 4");
+static void anchor_moments_case(const char *family) {
+    char words[512];
+    snprintf(words, sizeof words,
+             "--init family=%s,d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
+             "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 -x 2 -y 4",
+             family);
+    MeshRun *run = mesh_run_open(words);
     Anchor *anchor = &run->trainer.anchor;
     const Learner *learner = &anchor->learner;
     BoundarySums sums[3];
@@ -3741,6 +3743,14 @@ static void test_anchor_moments(void) {
     free(embed);
     stream_destroy(stream);
     mesh_run_close(run);
+}
+
+// A layer has 9 tensors, 7 in OLMo, 12 in Qwen2: the anchor tells by them where a pass has come.
+static void test_anchor_moments(void) {
+    write_corpus();
+    anchor_moments_case("llama");
+    anchor_moments_case("olmo");
+    anchor_moments_case("qwen2");
 }
 #endif
 
@@ -8861,6 +8871,7 @@ static const struct {
     {"families_presets", test_families_presets},
     {"families_refused", test_families_refused},
     {"families_stages", test_families_stages},
+    {"families_rotation", test_families_rotation},
     {"families_train", test_families_train},
 #endif
     {"launch", test_launch},

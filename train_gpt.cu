@@ -1,4 +1,4 @@
-// meshtune: fine-tunes Llama models. One program, read from top to bottom:
+// meshtune: fine-tunes models of the Llama kind. One program, read from top to bottom:
 //
 //   Options        the command line, one table
 //   Model          the table of tensors, a stage's memory, initial weights, loading and saving

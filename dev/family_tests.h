@@ -287,7 +287,7 @@ static void test_families_ops(void) {
     qk_norm_case(4, 2, 65, 9, 0.003f, 3);
     qk_norm_case(2, 1, 130, 1, 1.0f, 2);
     qk_norm_case(70, 3, 4, 12, 1.0f, 2);
-    layernorm_case(1, 2, 1.0f, 0.0f, 1);
+    layernorm_case(1, 5, 1.0f, 0.0f, 1);
     layernorm_case(3, 7, 1.0f, 2.0f, 2);
     layernorm_case(5, 63, 0.003f, 0.01f, 2);
     layernorm_case(2, 130, 1.0f, -3.0f, 3);
@@ -297,12 +297,10 @@ static void test_families_ops(void) {
     bias_case(130, 130);
 }
 
-// Of the host: files, configs, and runs of the CPU's program
-, configs,
-    and runs of the CPU's program
-    // Native files and folders hold the same model: config and weights.
-    static void
-    test_families_files(void) {
+// Of the host: files, configs, and runs of the CPU's program.
+
+// Native files and folders hold the same model: config and weights.
+static void test_families_files(void) {
     for (int i = 0; i < FAMILY_FIXTURES; i++) {
         Fixture f;
         if (family_open(&f, family_fixtures[i], 1, 0, 1)) return;
@@ -315,6 +313,23 @@ static void test_families_ops(void) {
         file_remove_folder(scratch_path("family_hf"));
         json_decref(side);
         fixture_close(&f);
+    }
+}
+
+// Only matrices decay and are filtered; norms start as ones, biases as zeros; a tensor knows its layer and fragment.
+static void family_check_table(Stage *stage) {
+    stage_fragments(stage, 3);
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        int layer = -1, is_matrix = t->n_dims == 2, is_bias = strstr(t->name, ".bias") != NULL;
+        int in_layer = sscanf(t->name, "model.layers.%d.", &layer) == 1;
+        check(t->decay == is_matrix && t->block == (is_matrix && in_layer) && t->index == i, "%s", t->name);
+        if (!is_matrix) check(t->init_std == 0.0f && t->fill == (is_bias ? 0.0f : 1.0f), "%s starts wrong", t->name);
+        if (in_layer)
+            check(tensor_layer(stage, t) == layer && t->fragment == layer % 3, "%s: layer %d, fragment %d", t->name,
+                  tensor_layer(stage, t), t->fragment);
+        else
+            check(t->fragment == (i == 0 ? 0 : 2), "%s: fragment %d", t->name, t->fragment);
     }
 }
 
@@ -344,6 +359,7 @@ static void test_families_presets(void) {
                       stage_plan(&stage, 2, 512, 1, recompute) == 0,
                   "%s", error_message);
             check(stage.n_params == published[i].params, "%s: the table has %lld", name, (long long)stage.n_params);
+            family_check_table(&stage);
             if (check(mesh_estimate(&e, &plan) == 0, "%s", error_message)) {
                 check(e.cells[0].n_params == stage.n_params, "%s: the plan has %lld", name,
                       (long long)e.cells[0].n_params);
@@ -471,6 +487,27 @@ static void test_families_stages(void) {
             free(b);
         }
     }
+}
+
+// Tensors that are rotated together are of one layer, also where no norm lies between layers and all matrices are
+// equal.
+static void test_families_rotation(void) {
+    Config config;
+    Stage stage;
+    int grouped = 0;
+    if (!check(config_from_spec(&config, "family=olmo,d=16,layers=5,heads=2,ffn=16") == 0 &&
+                   stage_table(&stage, &config, 0, 5) == 0,
+               "%s", error_message))
+        return;
+    for (int i = 0; i < stage.n_tensors; i++) {
+        int count = rotation_group(&stage, i);
+        if (!stage.tensors[i].block) continue;
+        grouped += count > 1;
+        check(tensor_layer(&stage, &stage.tensors[i + count - 1]) == tensor_layer(&stage, &stage.tensors[i]),
+              "%s and %d more", stage.tensors[i].name, count - 1);
+    }
+    check(grouped >= 5, "nothing is rotated together");
+    stage_free(&stage);
 }
 
 // The losses of a run's steps; how many.

@@ -237,7 +237,7 @@ enum { SMOLLM3_INTERVAL = 4 };
 // The layers without RoPE as SmolLM3's config lists them: no_rope_layers has a 1 for each layer with RoPE, 0 without.
 static inline int config_no_rope(Config *config, const json_t *json, const char *where) {
     const json_t *layers = json_object_get(json, "no_rope_layers");
-    int interval;
+    int interval = 0;
     if (config_int(&interval, json, "no_rope_layer_interval", SMOLLM3_INTERVAL, where)) return -1;
     if (interval < 1) return error_set("%s: no_rope_layer_interval is %d", where, interval);
     config_skip_rope(config, interval);
