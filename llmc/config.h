@@ -305,6 +305,8 @@ static inline json_t *config_rope_layers(const Config *config) {
 
 // Adds what only the family's configs have, and takes out what they do not have.
 static inline void config_family_json(json_t *json, const Config *config) {
+    if (config->family != FAMILY_LLAMA)
+        json_object_set_new(json, "pad_token_id", json_null());                   // else theirs is a size's
     if (config_traits(config)->qkv_bias) json_object_del(json, "attention_bias"); // theirs is not of o
     if (config->family == FAMILY_OLMO) json_object_del(json, "rms_norm_eps");     // it is fixed
     if (config->family == FAMILY_MISTRAL)
