@@ -19,6 +19,7 @@
 #include "dev/cuda_tests/codecs.h"
 #include "dev/cuda_tests/cross_entropy.h"
 #include "dev/cuda_tests/embedding.h"
+#include "dev/cuda_tests/families.h"
 #include "dev/cuda_tests/klt.h"
 #include "dev/cuda_tests/linalg.h"
 #include "dev/cuda_tests/mask.h"
@@ -47,6 +48,7 @@ static const struct {
     {"codecs", test_cuda_codecs},
     {"cross_entropy", test_cuda_cross_entropy},
     {"embedding", test_cuda_embedding},
+    {"families", test_cuda_families},
     {"klt", test_cuda_klt},
     {"linalg", test_cuda_linalg},
     {"mask", test_cuda_mask},

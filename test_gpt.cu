@@ -1506,7 +1506,7 @@ static void test_model_files(void) {
         {"\"hidden_size\": 42", "\"hidden_size\": 99999999999999999999", "too big"},
         {"\"num_key_value_heads\": 3", "\"num_key_value_heads\": 4", "not a multiple"},
         {"\"head_dim\": 10", "\"head_dim\": 7", "is odd"},
-        {"\"model_type\": \"llama\"", "\"model_type\": \"qwen2\"", "model_type 'qwen2'"},
+        {"\"model_type\": \"llama\"", "\"model_type\": \"gpt2\"", "model_type 'gpt2'"},
         {"\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\"", "hidden_act 'gelu'"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "attention_bias"},
         {"\"mlp_bias\": false", "\"mlp_bias\": true", "mlp_bias"},
@@ -3703,11 +3703,13 @@ static void check_sums(const float *got, const double *sums, int n, const char *
 // What the anchor's hook collects at each boundary over two passes of three micro-batches, the last a short one,
 // against sums of states and gradients of the model cut in two there, and of the embedding the run began with. Must
 // fail for: the layer before or after, rows of another micro-batch, today's embedding, no decay, raw gradients.
-static void test_anchor_moments(void) {
-    write_corpus();
-    MeshRun *run = mesh_run_open("--init d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
-                                 "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 "
-                                 "-x 2 -y 4");
+static void anchor_moments_case(const char *family) {
+    char words[512];
+    snprintf(words, sizeof words,
+             "--init family=%s,d=20,layers=7,heads=2,kv=1,ffn=28,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 "
+             "--micro-batch 2 -t 13 -l 1e-2 --threads 2 -n 100 --precision fp32 --codec klt -p 0.7 -x 2 -y 4",
+             family);
+    MeshRun *run = mesh_run_open(words);
     Anchor *anchor = &run->trainer.anchor;
     const Learner *learner = &anchor->learner;
     BoundarySums sums[3];
@@ -3743,6 +3745,14 @@ static void test_anchor_moments(void) {
     free(embed);
     stream_destroy(stream);
     mesh_run_close(run);
+}
+
+// A layer has 9 tensors, 7 in OLMo, 12 in Qwen2: the anchor tells by them where a pass has come.
+static void test_anchor_moments(void) {
+    write_corpus();
+    anchor_moments_case("llama");
+    anchor_moments_case("olmo");
+    anchor_moments_case("qwen2");
 }
 #endif
 
@@ -8706,6 +8716,7 @@ static void test_processes_resume(void) {
 #include "dev/net_tests.h"
 #endif
 #include "dev/gguf_tests.h"
+#include "dev/family_tests.h"
 #include "dev/status_tests.h"
 #include "dev/data_tests.h"
 #include "dev/tokenizer_tests.h"
@@ -8894,6 +8905,17 @@ static const struct {
     {"status_request", test_status_request},
     {"status_page", test_status_page},
     {"status_slow", test_status_slow},
+    {"families_against_pytorch", test_families_against_pytorch},
+    {"families_variants", test_families_variants},
+#ifndef DEVICE_CUDA
+    {"families_ops", test_families_ops},
+    {"families_files", test_families_files},
+    {"families_presets", test_families_presets},
+    {"families_refused", test_families_refused},
+    {"families_stages", test_families_stages},
+    {"families_rotation", test_families_rotation},
+    {"families_train", test_families_train},
+#endif
     {"launch", test_launch},
 #ifdef WITH_ZMQ
     {"launch_run", test_launch_run},
@@ -8928,8 +8950,9 @@ static int is_left_out(const char *name) {
 #else
     int all = device_has_fp32();
 #endif
-    static const char *const kept[] = {"model_against_pytorch", "micro_batches", "model_masked", "kv_cache",
-                                       "packed_model",          "device_mesh"};
+    static const char *const kept[] = {
+        "model_against_pytorch",    "micro_batches",    "model_masked", "kv_cache", "packed_model", "device_mesh",
+        "families_against_pytorch", "families_variants"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }

@@ -1,4 +1,4 @@
-// meshtune: fine-tunes Llama models. One program, read from top to bottom:
+// meshtune: fine-tunes models of the Llama kind. One program, read from top to bottom:
 //
 //   Options        the command line, one table
 //   Model          the table of tensors, a stage's memory, initial weights, loading and saving
@@ -70,11 +70,13 @@
 #ifdef DEVICE_CUDA
 #include "llmc/adamw.cuh"
 #include "llmc/attention.cuh"
+#include "llmc/bias.cuh"
 #include "llmc/codec.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/device.cuh"
 #include "llmc/embedding.cuh"
 #include "llmc/klt.cuh"
+#include "llmc/layernorm.cuh"
 #include "llmc/linalg.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
@@ -83,6 +85,8 @@
 #include "llmc/nesterov.cuh"
 #include "llmc/outer.cuh"
 #include "llmc/powersgd.cuh"
+#include "llmc/qk_norm.cuh"
+#include "llmc/residual.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/rotate.cuh"
@@ -92,11 +96,13 @@
 #else
 #include "llmc/adamw.h"
 #include "llmc/attention.h"
+#include "llmc/bias.h"
 #include "llmc/codec.h"
 #include "llmc/cross_entropy.h"
 #include "llmc/device.h"
 #include "llmc/embedding.h"
 #include "llmc/klt.h"
+#include "llmc/layernorm.h"
 #include "llmc/linalg.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
@@ -105,6 +111,8 @@
 #include "llmc/nesterov.h"
 #include "llmc/outer.h"
 #include "llmc/powersgd.h"
+#include "llmc/qk_norm.h"
+#include "llmc/residual.h"
 #include "llmc/rmsnorm.h"
 #include "llmc/rope.h"
 #include "llmc/rotate.h"
@@ -280,16 +288,20 @@ typedef struct {
     int fragment;    // which part of the stage it is synchronised with
     int decay;       // weight decay applies
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
-    float init_std;  // 0: all ones
+    float init_std;  // 0: all of them `fill`
+    float fill;
 } Tensor;
 
 // Pointers into one arena (parameters or gradients). q, k, v lie one after the other and are multiplied as one matrix,
-// gate and up too.
+// gate and up too. NULL: the family has none.
 typedef struct {
-    float *attn_norm; // (C)
+    float *attn_norm; // (C)       of what attention takes, or gives
     float *qkv;       // (QKV, C)
+    float *qkv_bias;  // (QKV)
+    float *q_norm;    // (HD) or (A)
+    float *k_norm;    // (HD) or (NKV*HD)
     float *o;         // (C, A)
-    float *ffn_norm;  // (C)
+    float *ffn_norm;  // (C)       of what the MLP takes, or gives
     float *gate_up;   // (2F, C)
     float *down;      // (C, F)
 } LayerTensors;
@@ -305,16 +317,18 @@ typedef struct {
 // kept for each and the rest is one set that all use in turn.
 typedef struct {
     floatX *x;       // (N, C)   input of the layer
-    floatX *norm1;   // (N, C)
+    floatX *norm1;   // (N, C)   post-norm: what attention gives
     floatX *qkv;     // (N, QKV) RoPE applied to q and k
+    floatX *qk;      // (N, A + NKV*HD) q and k before their norms, or NULL
     floatX *att;     // (N, A)
     floatX *mid;     // (N, C)   after the attention's residual
-    floatX *norm2;   // (N, C)
+    floatX *norm2;   // (N, C)   post-norm: what the MLP gives
     floatX *gate_up; // (N, 2F)
     floatX *hidden;  // (N, F)
     float *lse;      // (B, NH, T)
     float *rstd1;    // (N)
     float *rstd2;    // (N)
+    float *rstd_qk;  // (N, parts of q), then (N, parts of k): config_qk_rows
 } LayerActs;
 
 // Gradients on their way down, used by one layer after the other.
@@ -348,7 +362,7 @@ typedef struct Stage {
     int64_t A, QKV;
     // the table and its arenas
     Tensor *tensors;
-    int n_tensors;
+    int n_tensors, per_layer; // per_layer: of one layer
     int64_t arena_floats, n_params;
     float *params, *grads, *m, *v; // grads, m, v are NULL unless training
     float *used;                   // the weights at work: params, or an older version of them
@@ -402,80 +416,116 @@ static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
 }
 
-// Appends a tensor to the table. index: its place in the whole model's table; joined: it follows the one before without
-// a gap.
-static void table_add(Stage *stage, const char *name, int layer, int index, int64_t rows, int64_t cols, float init_std,
-                      int joined) {
+// Appends a tensor to the table: a matrix, or a vector of ones if cols is 0. index: its place in the whole model's
+// table; joined: it follows the one before without a gap.
+static Tensor *table_add(Stage *stage, const char *name, int layer, int index, int64_t rows, int64_t cols,
+                         float init_std, int joined) {
     Tensor *tensor = &stage->tensors[stage->n_tensors++];
     memset(tensor, 0, sizeof *tensor);
     if (layer >= 0)
-        snprintf(tensor->name, sizeof tensor->name, "model.layers.%d.%s.weight", layer, name);
+        snprintf(tensor->name, sizeof tensor->name, "model.layers.%d.%s", layer, name);
     else
-        snprintf(tensor->name, sizeof tensor->name, "%s.weight", name);
+        snprintf(tensor->name, sizeof tensor->name, "%s", name);
     tensor->shape[0] = rows, tensor->shape[1] = cols;
     tensor->n_dims = cols > 0 ? 2 : 1;
     tensor->n = rows * (cols > 0 ? cols : 1);
     tensor->offset = joined ? stage->arena_floats : round_up(stage->arena_floats, DEVICE_ALIGN / 4);
     tensor->index = index, tensor->block = layer >= 0 && cols > 0;
-    tensor->decay = cols > 0, tensor->accumulated = cols == 0, tensor->init_std = init_std;
+    tensor->decay = cols > 0, tensor->accumulated = cols == 0, tensor->init_std = init_std, tensor->fill = 1.0f;
     stage->arena_floats = tensor->offset + tensor->n;
     stage->n_params += tensor->n;
+    return tensor;
 }
 
-enum { TENSORS_PER_LAYER = 9 };
+enum { LAYER_TENSORS_MAX = 14 }; // all that any family has
+
+// How many tensors a layer has.
+static int layer_tensors(const Config *config) {
+    const FamilyTraits *family = config_traits(config);
+    return 7 + (family->plain_norm ? 0 : 2) + (family->qkv_bias ? 3 : 0) + (family->qk_norm != QK_NORM_NONE ? 2 : 0);
+}
+
+// Appends layer l's tensors, which model_point finds again in this order.
+static void table_add_layer(Stage *stage, int l) {
+    const Config *config = &stage->config;
+    const FamilyTraits *family = config_traits(config);
+    int C = config->channels, kv = (int)config_kv_dim(config), at = 1 + stage->per_layer * l;
+    float std = config->init_std, residual_std = std / sqrtf(2.0f * (float)config->n_layers);
+    int norms = !family->plain_norm, post = family->post_norm;
+    const char *attn_norm = post ? "post_attention_layernorm.weight" : "input_layernorm.weight";
+    const char *ffn_norm = post ? "post_feedforward_layernorm.weight" : "post_attention_layernorm.weight";
+    if (norms) table_add(stage, attn_norm, l, at++, C, 0, 0, 0);
+    table_add(stage, "self_attn.q_proj.weight", l, at++, stage->A, C, std, 0);
+    table_add(stage, "self_attn.k_proj.weight", l, at++, kv, C, std, 1);
+    table_add(stage, "self_attn.v_proj.weight", l, at++, kv, C, std, 1);
+    if (family->qkv_bias) {
+        table_add(stage, "self_attn.q_proj.bias", l, at++, stage->A, 0, 0, 0)->fill = 0.0f;
+        table_add(stage, "self_attn.k_proj.bias", l, at++, kv, 0, 0, 1)->fill = 0.0f;
+        table_add(stage, "self_attn.v_proj.bias", l, at++, kv, 0, 0, 1)->fill = 0.0f;
+    }
+    if (family->qk_norm != QK_NORM_NONE) {
+        table_add(stage, "self_attn.q_norm.weight", l, at++, config_q_norm(config), 0, 0, 0);
+        table_add(stage, "self_attn.k_norm.weight", l, at++, config_k_norm(config), 0, 0, 0);
+    }
+    table_add(stage, "self_attn.o_proj.weight", l, at++, C, stage->A, residual_std, 0);
+    if (norms) table_add(stage, ffn_norm, l, at++, C, 0, 0, 0);
+    table_add(stage, "mlp.gate_proj.weight", l, at++, config->ffn, C, std, 0);
+    table_add(stage, "mlp.up_proj.weight", l, at++, config->ffn, C, std, 1);
+    table_add(stage, "mlp.down_proj.weight", l, at++, C, config->ffn, residual_std, 0);
+}
 
 // Fills the table of n_layers layers from first_layer on, the embedding with the first layer, norm and head with the
 // last. No memory but the table's own.
 static int stage_table(Stage *stage, const Config *config, int first_layer, int n_layers) {
-    int C = config->channels, L = config->n_layers, kv = (int)config_kv_dim(config);
-    float std = config->init_std, residual_std = std / sqrtf(2.0f * (float)L);
+    int C = config->channels, L = config->n_layers, at = 1 + layer_tensors(config) * L;
+    float std = config->init_std;
     memset(stage, 0, sizeof *stage);
     stage->config = *config;
     stage->first_layer = first_layer, stage->n_layers = n_layers, stage->slots = 1, stage->n_moments = 2;
     stage->has_embed = first_layer == 0, stage->has_head = first_layer + n_layers == L;
-    stage->A = config_q_dim(config), stage->QKV = stage->A + 2 * kv;
-    stage->tensors = (Tensor *)calloc((size_t)(TENSORS_PER_LAYER * n_layers + 3), sizeof(Tensor));
+    stage->A = config_q_dim(config), stage->QKV = stage->A + 2 * config_kv_dim(config);
+    stage->per_layer = layer_tensors(config);
+    stage->tensors = (Tensor *)calloc((size_t)(stage->per_layer * n_layers + 3), sizeof(Tensor));
     if (stage->tensors == NULL) return error_set("out of memory for the table of tensors");
     if (stage->has_embed) {
-        table_add(stage, "model.embed_tokens", -1, 0, config->vocab, C, std, 0);
+        table_add(stage, "model.embed_tokens.weight", -1, 0, config->vocab, C, std, 0);
         stage->tensors[0].accumulated = !config->tied; // tied: the head's product writes it first
     }
-    for (int l = first_layer; l < first_layer + n_layers; l++) {
-        int at = 1 + TENSORS_PER_LAYER * l;
-        table_add(stage, "input_layernorm", l, at, C, 0, 0, 0);
-        table_add(stage, "self_attn.q_proj", l, at + 1, stage->A, C, std, 0);
-        table_add(stage, "self_attn.k_proj", l, at + 2, kv, C, std, 1);
-        table_add(stage, "self_attn.v_proj", l, at + 3, kv, C, std, 1);
-        table_add(stage, "self_attn.o_proj", l, at + 4, C, stage->A, residual_std, 0);
-        table_add(stage, "post_attention_layernorm", l, at + 5, C, 0, 0, 0);
-        table_add(stage, "mlp.gate_proj", l, at + 6, config->ffn, C, std, 0);
-        table_add(stage, "mlp.up_proj", l, at + 7, config->ffn, C, std, 1);
-        table_add(stage, "mlp.down_proj", l, at + 8, C, config->ffn, residual_std, 0);
-    }
+    for (int l = first_layer; l < first_layer + n_layers; l++) table_add_layer(stage, l);
     if (!stage->has_head) return 0;
-    table_add(stage, "model.norm", -1, 1 + TENSORS_PER_LAYER * L, C, 0, 0, 0);
-    if (!config->tied) table_add(stage, "lm_head", -1, 2 + TENSORS_PER_LAYER * L, config->vocab, C, std, 0);
+    if (!config_traits(config)->plain_norm) table_add(stage, "model.norm.weight", -1, at++, C, 0, 0, 0);
+    if (!config->tied) table_add(stage, "lm_head.weight", -1, at, config->vocab, C, std, 0);
     return 0;
+}
+
+// The layer of the model that a tensor of one belongs to.
+static int tensor_layer(const Stage *stage, const Tensor *tensor) {
+    return (tensor->index - 1) / stage->per_layer;
 }
 
 // Points a ModelTensors that has its layers into an arena of the table's layout.
 static void model_point(ModelTensors *view, const Stage *stage, float *arena) {
-    int L = stage->n_layers;
+    const FamilyTraits *family = config_traits(&stage->config);
+    int L = stage->n_layers, norms = !family->plain_norm;
     const Tensor *tensor = stage->tensors;
     if (stage->has_embed) view->embed = arena + tensor++->offset;
     for (int l = 0; l < L; l++) {
         LayerTensors *layer = &view->layers[l];
-        layer->attn_norm = arena + tensor[0].offset;
-        layer->qkv = arena + tensor[1].offset;
-        layer->o = arena + tensor[4].offset;
-        layer->ffn_norm = arena + tensor[5].offset;
-        layer->gate_up = arena + tensor[6].offset;
-        layer->down = arena + tensor[8].offset;
-        tensor += TENSORS_PER_LAYER;
+        if (norms) layer->attn_norm = arena + tensor++->offset;
+        layer->qkv = arena + tensor->offset, tensor += 3;
+        if (family->qkv_bias) layer->qkv_bias = arena + tensor->offset, tensor += 3;
+        if (family->qk_norm != QK_NORM_NONE) {
+            layer->q_norm = arena + tensor++->offset;
+            layer->k_norm = arena + tensor++->offset;
+        }
+        layer->o = arena + tensor++->offset;
+        if (norms) layer->ffn_norm = arena + tensor++->offset;
+        layer->gate_up = arena + tensor->offset, tensor += 2;
+        layer->down = arena + tensor++->offset;
     }
     if (!stage->has_head) return;
-    view->norm = arena + tensor[0].offset;
-    view->head = stage->config.tied ? view->embed : arena + tensor[1].offset;
+    if (norms) view->norm = arena + tensor++->offset;
+    view->head = stage->config.tied ? view->embed : arena + tensor->offset;
 }
 
 // The same for a new one.
@@ -557,6 +607,9 @@ static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int
     acts->lse = carve_f(carver, N * config->heads);
     acts->rstd1 = carve_f(carver, N);
     acts->rstd2 = carve_f(carver, N);
+    if (config_traits(config)->qk_norm == QK_NORM_NONE) return;
+    acts->qk = carve_x(carver, N * (stage->A + config_kv_dim(config)));
+    acts->rstd_qk = carve_f(carver, N * config_qk_rows(config));
 }
 
 // Lays out (base != NULL) or counts the activations; returns bytes. One set of a layer's inner activations is enough
@@ -623,14 +676,15 @@ static int64_t rotation_floats(const Stage *stage, int n_tensors) {
 #endif
 
 // How many tensors from a block matrix on are rotated together: those of its shape that follow at equal distances, as
-// far as that gains (ROTATE_GROUP). Norms lie between layers, so they are of one layer, and what is computed together
-// does not depend on where a model is cut into stages.
+// far as that gains (ROTATE_GROUP). They are of one layer, so that what is computed together does not depend on where a
+// model is cut into stages.
 static int rotation_group(const Stage *stage, int first) {
     const Tensor *t = &stage->tensors[first];
     int count = 1;
     while (first + count < stage->n_tensors && (count + 1) * t->n <= ROTATE_GROUP) {
         const Tensor *next = &t[count];
         if (!next->block || next->shape[0] != t->shape[0] || next->shape[1] != t->shape[1]) break;
+        if (tensor_layer(stage, next) != tensor_layer(stage, t)) break;
         if (next->offset - t->offset != count * (t[1].offset - t->offset)) break;
         count++;
     }
@@ -814,8 +868,8 @@ static float *stage_corrected(Stage *stage, int64_t done) {
 }
 
 // Random weights of a tensor to `to` in tensor memory, through staging (STAGING): normal with the tensor's deviation
-// (the two products that write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one. A value
-// depends on seed, tensor and element alone.
+// (the two products that write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one, biases
+// zero. A value depends on seed, tensor and element alone.
 static void tensor_init(const Tensor *tensor, float *to, float *staging, uint64_t seed, Stream *stream) {
     uint32_t index = (uint32_t)tensor->index;
     for (int64_t at = 0; at < tensor->n; at += STAGING) {
@@ -825,7 +879,7 @@ static void tensor_init(const Tensor *tensor, float *to, float *staging, uint64_
             float normal[4];
             rand_normal4(normal, seed, RAND_INIT, index, (uint64_t)(at + j) / 4);
             for (int64_t k = j; k < j + 4 && k < n; k++)
-                staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : 1.0f;
+                staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : tensor->fill;
         }
         device_copy(to + at, staging, sizeof(float) * (size_t)n, stream);
     }
@@ -864,7 +918,8 @@ static int model_match(const Stage *model, const ModelFile *file) {
             int harmless =
                 ends_with(name, "rotary_emb.inv_freq") || (file->config.tied && strcmp(name, "lm_head.weight") == 0);
             if (!harmless && !model_has(model, name))
-                return error_set("%s: tensor %s is not part of a Llama of this config", file->shards[s].path, name);
+                return error_set("%s: tensor %s is not part of a %s of this config", file->shards[s].path, name,
+                                 config_traits(&file->config)->name);
         }
     }
     return 0;
@@ -1025,7 +1080,7 @@ static void gguf_put_tensor(const Stage *stage, FileWriter *file, const Tensor *
 // The table (begun = 0) or the data of a model's tensors, with the factors of a scaled RoPE as the first.
 static void gguf_put_model(FileWriter *file, int begun, const Stage *model, int family, Dtype dtype) {
     char name[2 * GGUF_MAX_NAME];
-    float factors[2048];
+    float factors[2048] = {0};
     int post_norm = strcmp(gguf_families[family].arch, "olmo2") == 0, HD = model->config.head_dim;
     int64_t half = HD / 2;
     uint64_t offset = 0;
@@ -1086,16 +1141,91 @@ typedef struct {
     int T_max, used;
 } KvCache;
 
-// One layer: acts->x (N, C) -> out (N, C). With a cache the batch is one sequence whose first position is cache->used;
-// it then attends to the cache and adds itself to it.
+// The family's norm of C channels. out, x (N, C), rstd (N).
+static void norm_forward(const Stage *stage, floatX *out, float *rstd, const floatX *x, const float *weight, int N,
+                         Stream *stream) {
+    int C = stage->config.channels;
+    if (config_traits(&stage->config)->plain_norm)
+        layernorm_forward(out, rstd, x, N, C, stage->config.norm_eps, stream);
+    else
+        rmsnorm_forward(out, rstd, x, weight, N, C, stage->config.norm_eps, stream);
+}
+
+// dx, dweight +=; x is what went into the norm, out what came out of it.
+static void norm_backward(const Stage *stage, floatX *dx, float *dweight, const floatX *dout, const floatX *x,
+                          const floatX *out, const float *weight, const float *rstd, int N, Stream *stream) {
+    int C = stage->config.channels;
+    if (config_traits(&stage->config)->plain_norm)
+        layernorm_backward(dx, dout, out, rstd, N, C, stream);
+    else
+        rmsnorm_backward(dx, dweight, dout, x, weight, rstd, N, C, stream);
+}
+
+// Where k's rstd begins in rstd_qk, and the parts of q and k.
+typedef struct {
+    int q, k; // parts of a row
+    int q_width, k_width;
+    int64_t k_rstd;
+} QkParts;
+
+static QkParts qk_parts(const Config *config, int N) {
+    int head = config_traits(config)->qk_norm == QK_NORM_HEAD;
+    QkParts parts = {head ? config->heads : 1, head ? config->kv_heads : 1, (int)config_q_norm(config),
+                     (int)config_k_norm(config), 0};
+    parts.k_rstd = (int64_t)N * parts.q;
+    return parts;
+}
+
+// The norms of q and k in place in acts->qkv; what they were stays in acts->qk.
+static void qk_forward(const Stage *stage, LayerActs *acts, const LayerTensors *w, int N, Stream *stream) {
+    const Config *config = &stage->config;
+    QkParts parts = qk_parts(config, N);
+    int A = (int)stage->A, QKV = (int)stage->QKV, QK = A + (int)config_kv_dim(config);
+    qk_norm_forward(acts->qkv, acts->qk, acts->rstd_qk, w->q_norm, N, parts.q, parts.q_width, QKV, QK, config->norm_eps,
+                    stream);
+    qk_norm_forward(acts->qkv + A, acts->qk + A, acts->rstd_qk + parts.k_rstd, w->k_norm, N, parts.k, parts.k_width,
+                    QKV, QK, config->norm_eps, stream);
+}
+
+// dqkv (N, QKV): gradients of the normalised q and k in, of the plain ones out.
+static void qk_backward(const Stage *stage, floatX *dqkv, const LayerActs *acts, const LayerTensors *w,
+                        const LayerTensors *g, int N, Stream *stream) {
+    const Config *config = &stage->config;
+    QkParts parts = qk_parts(config, N);
+    int A = (int)stage->A, QKV = (int)stage->QKV, QK = A + (int)config_kv_dim(config);
+    qk_norm_backward(dqkv, g->q_norm, acts->qk, w->q_norm, acts->rstd_qk, N, parts.q, parts.q_width, QKV, QK, stream);
+    qk_norm_backward(dqkv + A, g->k_norm, acts->qk + A, w->k_norm, acts->rstd_qk + parts.k_rstd, N, parts.k,
+                     parts.k_width, QKV, QK, stream);
+}
+
+// What attention or the MLP gives joins the residual stream: out (N, C) = x + product, and with post-norm
+// out = x + norm(product), the product being kept in `given`.
+static void branch_forward(const Stage *stage, floatX *out, floatX *given, float *rstd, const floatX *x,
+                           const floatX *inner, const float *matrix, const float *norm, int N, int K, Stream *stream) {
+    int C = stage->config.channels;
+    if (!config_traits(&stage->config)->post_norm) {
+        matmul_forward(out, inner, stage_weight(stage, matrix), N, K, C, x, stream);
+        return;
+    }
+    matmul_forward(given, inner, stage_weight(stage, matrix), N, K, C, NULL, stream);
+    norm_forward(stage, out, rstd, given, norm, N, stream);
+    residual_add(out, x, (int64_t)N * C, stream);
+}
+
+// One layer: acts->x (N, C) -> out (N, C). layer: its number in the model. With a cache the batch is one sequence whose
+// first position is cache->used; it then attends to the cache and adds itself to it.
 static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensors *w, floatX *out, int layer, int B,
                           int T, KvCache *cache, Stream *stream) {
     const Config *config = &stage->config;
+    const FamilyTraits *family = config_traits(config);
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
-    int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
-    rmsnorm_forward(acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->qkv, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
-    rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
+    int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, post = family->post_norm;
+    if (!post) norm_forward(stage, acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, stream);
+    matmul_forward(acts->qkv, post ? acts->x : acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
+    if (family->qkv_bias) bias_forward(acts->qkv, w->qkv_bias, N, QKV, stream);
+    if (family->qk_norm != QK_NORM_NONE) qk_forward(stage, acts, w, N, stream);
+    if (config_has_rope(config, layer))
+        rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
     const floatX *k = acts->qkv + A, *v = k + KV;
     if (cache != NULL) {
@@ -1107,34 +1237,62 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
         k = rows, v = rows + KV;
     }
     attention_forward(acts->att, acts->lse, acts->qkv, k, v, shape, stream);
-    matmul_forward(acts->mid, acts->att, stage_weight(stage, w->o), N, A, C, acts->x, stream);
-    rmsnorm_forward(acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, C, config->norm_eps, stream);
-    matmul_forward(acts->gate_up, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL, stream);
+    branch_forward(stage, acts->mid, acts->norm1, acts->rstd1, acts->x, acts->att, w->o, w->attn_norm, N, A, stream);
+    if (!post) norm_forward(stage, acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, stream);
+    matmul_forward(acts->gate_up, post ? acts->mid : acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL,
+                   stream);
     swiglu_forward(acts->hidden, acts->gate_up, N, F, stream);
     if (out == NULL) return; // recomputing: the output is known
-    matmul_forward(out, acts->hidden, stage_weight(stage, w->down), N, F, C, acts->mid, stream);
+    branch_forward(stage, out, acts->norm2, acts->rstd2, acts->mid, acts->hidden, w->down, w->ffn_norm, N, F, stream);
+}
+
+// The gradient of what attention or the MLP gives: that of the residual stream, or with post-norm the one before the
+// norm, in d->dnorm. dnorm_weight +=.
+static const floatX *branch_backward(const Stage *stage, const Grads *d, float *dnorm_weight, const floatX *given,
+                                     const float *norm, const float *rstd, int N, Stream *stream) {
+    if (!config_traits(&stage->config)->post_norm) return d->dx;
+    device_zero(d->dnorm, sizeof(floatX) * (size_t)N * (size_t)stage->config.channels, stream);
+    norm_backward(stage, d->dnorm, dnorm_weight, d->dx, given, NULL, norm, rstd, N, stream);
+    return d->dnorm;
+}
+
+// The residual stream's gradient takes up d->dnorm, the gradient of what attention or the MLP takes from it: through
+// the norm, or with post-norm as it is.
+static void entry_backward(const Stage *stage, const Grads *d, float *dnorm_weight, const floatX *x,
+                           const floatX *normed, const float *norm, const float *rstd, int N, Stream *stream) {
+    if (config_traits(&stage->config)->post_norm)
+        residual_add(d->dx, d->dnorm, (int64_t)N * stage->config.channels, stream);
+    else
+        norm_backward(stage, d->dx, dnorm_weight, d->dnorm, x, normed, norm, rstd, N, stream);
 }
 
 // d->dx: gradient of the layer's output in, of its input out. g: weight gradients, matrices overwritten on the first
-// micro-batch of a step and added to afterwards.
+// micro-batch of a step and added to afterwards. layer: its number in the model.
 static void layer_backward(const Stage *stage, const LayerActs *acts, const LayerTensors *w, const LayerTensors *g,
-                           const Grads *d, int B, int T, int first, Stream *stream) {
+                           const Grads *d, int layer, int B, int T, int first, Stream *stream) {
     const Config *config = &stage->config;
+    const FamilyTraits *family = config_traits(config);
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
-    int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD;
+    int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, post = family->post_norm;
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
-    const floatX *q = acts->qkv;
-    matmul_backward(d->dhidden, g->down, d->dx, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
+    const floatX *q = acts->qkv, *dout;
+    dout = branch_backward(stage, d, g->ffn_norm, acts->norm2, w->ffn_norm, acts->rstd2, N, stream);
+    matmul_backward(d->dhidden, g->down, dout, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
-    matmul_backward(d->dnorm, g->gate_up, d->dwide, acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, !first,
-                    stream);
-    rmsnorm_backward(d->dx, g->ffn_norm, d->dnorm, acts->mid, w->ffn_norm, acts->rstd2, N, C, stream);
-    matmul_backward(d->dhidden, g->o, d->dx, acts->att, stage_weight(stage, w->o), N, A, C, !first, stream);
+    matmul_backward(d->dnorm, g->gate_up, d->dwide, post ? acts->mid : acts->norm2, stage_weight(stage, w->gate_up), N,
+                    C, 2 * F, !first, stream);
+    entry_backward(stage, d, g->ffn_norm, acts->mid, acts->norm2, w->ffn_norm, acts->rstd2, N, stream);
+    dout = branch_backward(stage, d, g->attn_norm, acts->norm1, w->attn_norm, acts->rstd1, N, stream);
+    matmul_backward(d->dhidden, g->o, dout, acts->att, stage_weight(stage, w->o), N, A, C, !first, stream);
     attention_backward(d->dwide, d->dwide + A, d->dwide + A + KV, d->dhidden, acts->att, acts->lse, q, q + A,
                        q + A + KV, shape, stream);
-    rope_backward(d->dwide, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    matmul_backward(d->dnorm, g->qkv, d->dwide, acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, !first, stream);
-    rmsnorm_backward(d->dx, g->attn_norm, d->dnorm, acts->x, w->attn_norm, acts->rstd1, N, C, stream);
+    if (config_has_rope(config, layer))
+        rope_backward(d->dwide, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
+    if (family->qk_norm != QK_NORM_NONE) qk_backward(stage, d->dwide, acts, w, g, N, stream);
+    if (family->qkv_bias) bias_backward(g->qkv_bias, d->dwide, N, QKV, stream);
+    matmul_backward(d->dnorm, g->qkv, d->dwide, post ? acts->x : acts->norm1, stage_weight(stage, w->qkv), N, C, QKV,
+                    !first, stream);
+    entry_backward(stage, d, g->attn_norm, acts->x, acts->norm1, w->attn_norm, acts->rstd1, N, stream);
 }
 
 // Told while a pass over a micro-batch goes on; either may be NULL.
@@ -1161,8 +1319,7 @@ static void stage_place(Stage *stage, const int32_t *starts, int B, int T, int f
 // stage also stage->normed, the final norm's output. starts (B, T), cache and hook: may be NULL.
 static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, const int32_t *starts, int B, int T,
                           KvCache *cache, const PassHook *hook, Stream *stream) {
-    const Config *config = &stage->config;
-    int N = B * T, C = config->channels, L = stage->n_layers;
+    int N = B * T, C = stage->config.channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
     stage_place(stage, starts, B, T, cache != NULL ? cache->used : 0, stream);
     if (stage->has_embed) {
@@ -1175,8 +1332,7 @@ static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, const 
         layer_forward(stage, &acts[l], &stage->p.layers[l], l + 1 < L ? acts[l + 1].x : stage->last,
                       stage->first_layer + l, B, T, cache, stream);
     }
-    if (stage->has_head)
-        rmsnorm_forward(stage->normed, stage->rstd, stage->last, stage->p.norm, N, C, config->norm_eps, stream);
+    if (stage->has_head) norm_forward(stage, stage->normed, stage->rstd, stage->last, stage->p.norm, N, stream);
 }
 
 // Where the boundary tensor (N, C) of a micro-batch enters a stage that is not the first.
@@ -1243,21 +1399,23 @@ static void grads_done(const PassHook *hook, int first, int last) {
 // afterwards.
 static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B, int T, int first, const PassHook *hook,
                            Stream *stream) {
-    const Config *config = &stage->config;
-    int N = B * T, C = config->channels, L = stage->n_layers;
+    int N = B * T, C = stage->config.channels, L = stage->n_layers, per_layer = stage->per_layer;
     LayerActs *acts = stage->acts + slot * L;
+    // recomputing: an output is known, but with post-norm what it is the norm of is not
+    floatX *again = config_traits(&stage->config)->post_norm ? stage->d.dnorm : NULL;
     if (stage->has_head) {
         device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
-        rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C,
-                         stream);
-        grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * L, stage->n_tensors);
+        norm_backward(stage, stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->normed, stage->p.norm,
+                      stage->rstd, N, stream);
+        grads_done(hook, stage->has_embed + per_layer * L, stage->n_tensors);
     }
     stage_place(stage, starts, B, T, 0, stream);
     for (int l = L - 1; l >= 0; l--) {
         if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
-            layer_forward(stage, &acts[l], &stage->p.layers[l], NULL, stage->first_layer + l, B, T, NULL, stream);
-        layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first, stream);
-        grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * l, stage->has_embed + TENSORS_PER_LAYER * (l + 1));
+            layer_forward(stage, &acts[l], &stage->p.layers[l], again, stage->first_layer + l, B, T, NULL, stream);
+        layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, stage->first_layer + l, B,
+                       T, first, stream);
+        grads_done(hook, stage->has_embed + per_layer * l, stage->has_embed + per_layer * (l + 1));
     }
     if (stage->has_embed)
         embedding_backward(stage->g.embed, stage->d.dx, stage->tokens + (int64_t)slot * stage->max_B * stage->max_T, N,
@@ -1408,7 +1566,7 @@ static int rotated_update(Stage *stage, int tensor, RotatedPass *pass, const Upd
     const Tensor *t = &stage->tensors[tensor];
     int count = rotation_group(stage, tensor), m = (int)t->shape[0], n = (int)t->shape[1];
     float *state = stage->rotation != NULL ? stage->rotation + pass->floats : NULL;
-    RotateRefresh refresh[TENSORS_PER_LAYER];
+    RotateRefresh refresh[LAYER_TENSORS_MAX];
     for (int i = 0; i < count; i++) refresh[i] = rotation_refresh(stage, u->step, pass->phase++);
     rotate_update_group(stage->params + t->offset, stage->grads + t->offset, stage->m + t->offset, stage->v + t->offset,
                         state, m, n, count, count > 1 ? t[1].offset - t->offset : 0, &stage->optimizer, refresh,
@@ -1571,7 +1729,7 @@ static int64_t prompt_tokens(uint32_t *tokens, const Tokenizer *tokenizer, const
 static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
                     Stream *stream) {
     int V = model->config.vocab, n = 0, result = 0;
-    int T_max = model->max_T < model->config.context ? model->max_T : model->config.context;
+    int T_max = model->max_T < config_context(&model->config) ? model->max_T : config_context(&model->config);
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
     int64_t room = tokenizer_room(tokenizer, (int64_t)strlen(prompt)) + 1;
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)room);
@@ -2932,7 +3090,7 @@ static int64_t powersgd_offset(const Stage *stage, int at, int rank) {
 static void stage_fragments(Stage *stage, int n_fragments) {
     for (int i = 0; i < stage->n_tensors; i++) {
         Tensor *tensor = &stage->tensors[i];
-        int layer = (tensor->index - 1) / TENSORS_PER_LAYER - stage->first_layer;
+        int layer = tensor_layer(stage, tensor) - stage->first_layer;
         tensor->fragment = tensor->index == 0 ? 0 : layer >= stage->n_layers ? n_fragments - 1 : layer % n_fragments;
     }
 }
@@ -3673,7 +3831,7 @@ static void anchor_see(void *context, int first, int last) {
     Learner *learner = &anchor->learner;
     const Stage *stage = &anchor->stage;
     const uint32_t *tokens = anchor->tokens.tokens + anchor->row;
-    int N = anchor_rows(anchor), layer = (first - 1) / TENSORS_PER_LAYER, b = anchor_boundary(anchor, layer);
+    int N = anchor_rows(anchor), layer = (first - 1) / anchor->stage.per_layer, b = anchor_boundary(anchor, layer);
     (void)last;
     if (first == 0) {
         anchor->row += N;
@@ -3718,7 +3876,7 @@ static void anchor_code_gradient(void *context, int first, int last) {
     if (first == 0)
         anchor->row += anchor_rows(anchor);
     else
-        anchor_code(anchor, (first - 1) / TENSORS_PER_LAYER, CODEC_BACKWARD, anchor->stage.d.dx);
+        anchor_code(anchor, (first - 1) / anchor->stage.per_layer, CODEC_BACKWARD, anchor->stage.d.dx);
 }
 
 // The tables of a pass, as they travel. A boundary of which nothing was seen keeps the one it has.
@@ -5323,7 +5481,8 @@ static void print_compression(const Trainer *trainer) {
             int rank = t->n_dims == 2 ? powersgd_rank(t, trainer->outer.rank) : 0;
             double values = rank > 0 ? (double)rank * (double)(t->shape[0] + t->shape[1]) : (double)t->n;
             whole += (double)t->n, sent += values;
-            if (t->index > TENSORS_PER_LAYER && t->index <= TENSORS_PER_LAYER * trainer->config.n_layers) continue;
+            int layer = tensor_layer(stage, t);
+            if (t->index > 0 && layer > 0 && layer < trainer->config.n_layers) continue;
             printf("  %-44s %12lld %10.0f %8.1fx", t->name, (long long)t->n, values, (double)t->n / values);
             printf(rank > 0 ? "  rank %d\n" : "\n", rank);
         }
@@ -7760,9 +7919,11 @@ static int decide(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Config *config = &trainer->config;
     if (opts->sample_every > 0 && tokenizer_takes_text(&trainer->tokenizer, "--sample-every")) return -1;
-    trainer->T = opts->seq > 0 ? opts->seq : config->context < 2048 ? config->context : 2048;
-    if (trainer->T > config->context)
-        return error_set("--seq %d is beyond the model's context of %d", trainer->T, config->context);
+    int context = config_context(config);
+    trainer->T = opts->seq > 0 ? opts->seq : context < 2048 ? context : 2048;
+    if (trainer->T > context)
+        return error_set("--seq %d is beyond the model's %s of %d", trainer->T,
+                         context < config->context ? "sliding_window" : "context", context);
     if (decide_schedule(opts)) return -1;
     trainer->B = opts->schedule == SCHEDULE_ASYNC ? opts->batch : opts->micro_batch;
     if (trainer->B == 0) trainer->B = DEVICE_MICRO_TOKENS / trainer->T > 1 ? DEVICE_MICRO_TOKENS / trainer->T : 1;
@@ -7877,7 +8038,7 @@ static int choose_action(const Trainer *trainer, Action *action) {
 // Sequences and tokens the stage is made for.
 static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
     int64_t wanted = (int64_t)strlen(trainer->opts.generate) + 1 + trainer->opts.max_tokens;
-    int context = trainer->config.context;
+    int context = config_context(&trainer->config);
     *B = action == ACTION_TRAIN || action == ACTION_EVAL ? trainer->B : 1;
     *T = action == ACTION_EXPORT     ? 1
          : action != ACTION_GENERATE ? trainer->T

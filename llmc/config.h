@@ -12,6 +12,7 @@
 #include <stdint.h>  // fixed-width integers
 
 #include "error.h"
+#include "family.h"
 #include "file.h" // FileMap
 #include "json.h" // json_from_float
 #include "rope_config.h"
@@ -30,7 +31,14 @@ typedef struct {
     RopeConfig rope;
     int bos_id, eos_id; // -1: none given
     float init_std;
+    Family family;
+    int window;                               // sliding_window: longer sequences are refused; 0: none
+    uint32_t no_rope[CONFIG_MAX_LAYERS / 32]; // bit of each layer without RoPE
 } Config;
+
+static inline const FamilyTraits *config_traits(const Config *config) {
+    return &families[config->family];
+}
 
 static inline int64_t config_q_dim(const Config *config) {
     return (int64_t)config->heads * config->head_dim;
@@ -40,11 +48,53 @@ static inline int64_t config_kv_dim(const Config *config) {
     return (int64_t)config->kv_heads * config->head_dim;
 }
 
+// Sequences of at most so many tokens are what the model computes.
+static inline int config_context(const Config *config) {
+    return config->window > 0 && config->window < config->context ? config->window : config->context;
+}
+
+static inline int config_has_rope(const Config *config, int layer) {
+    return (config->no_rope[layer / 32] >> layer % 32 & 1) == 0;
+}
+
+// Elements of a layer's seven matrices.
+static inline int64_t config_layer_matrices(const Config *config) {
+    int64_t C = config->channels;
+    return 2 * C * config_q_dim(config) + 2 * C * config_kv_dim(config) + 3 * C * config->ffn;
+}
+
+// Values of q's norm, and of k's.
+static inline int64_t config_q_norm(const Config *config) {
+    QkNorm kind = config_traits(config)->qk_norm;
+    return kind == QK_NORM_NONE ? 0 : kind == QK_NORM_HEAD ? config->head_dim : config_q_dim(config);
+}
+
+static inline int64_t config_k_norm(const Config *config) {
+    QkNorm kind = config_traits(config)->qk_norm;
+    return kind == QK_NORM_NONE ? 0 : kind == QK_NORM_HEAD ? config->head_dim : config_kv_dim(config);
+}
+
+// What is normalised on its own of a row of q and k: their heads, or q and k.
+static inline int config_qk_rows(const Config *config) {
+    QkNorm kind = config_traits(config)->qk_norm;
+    return kind == QK_NORM_NONE ? 0 : kind == QK_NORM_HEAD ? config->heads + config->kv_heads : 2;
+}
+
+// Values of a norm of C channels: its weight.
+static inline int64_t config_norm(const Config *config) {
+    return config_traits(config)->plain_norm ? 0 : config->channels;
+}
+
+// Elements of a layer's vectors: norms and biases.
+static inline int64_t config_layer_vectors(const Config *config) {
+    int64_t bias = config_traits(config)->qkv_bias ? config_q_dim(config) + 2 * config_kv_dim(config) : 0;
+    return 2 * config_norm(config) + config_q_norm(config) + config_k_norm(config) + bias;
+}
+
 // Parameters, the tied head counted once.
 static inline int64_t config_n_params(const Config *config) {
-    int64_t C = config->channels;
-    int64_t layer = 2 * C + 2 * C * config_q_dim(config) + 2 * C * config_kv_dim(config) + 3 * C * config->ffn;
-    return config->n_layers * layer + C + (config->tied ? 1 : 2) * C * config->vocab;
+    return config->n_layers * (config_layer_matrices(config) + config_layer_vectors(config)) + config_norm(config) +
+           (config->tied ? 1 : 2) * (int64_t)config->channels * config->vocab;
 }
 
 // Refuses shapes the program cannot compute; `where` is the file or spec named in the message.
@@ -79,6 +129,7 @@ static inline int config_check(const Config *config, const char *where) {
           config->rope.low_freq_factor > 0.0f && config->rope.high_freq_factor > config->rope.low_freq_factor &&
           config->rope.original_context > 0))
         return error_set("%s: llama3 RoPE scaling with impossible factors", where);
+    if (config->window < 0) return error_set("%s: sliding_window is %d", where, config->window);
     if (config->bos_id >= config->vocab || config->eos_id >= config->vocab)
         return error_set("%s: a special token id is beyond the vocabulary of %d", where, config->vocab);
     return 0;
@@ -119,15 +170,47 @@ static inline int config_token(int *out, const json_t *json, const char *key, co
     return result;
 }
 
-// Both spellings: rope_parameters {rope_theta, rope_type, ...} and rope_theta with rope_scaling.
-static inline int config_rope(RopeConfig *rope, const json_t *json, const char *where) {
+// *out = a truth value. Absent or null: fallback.
+static inline int config_flag(int *out, const json_t *json, const char *key, int fallback, const char *where) {
+    const json_t *value = json_object_get(json, key);
+    *out = json_is_boolean(value) ? json_is_true(value) : fallback;
+    if (value == NULL || json_is_null(value) || json_is_boolean(value)) return 0;
+    return error_set("%s: %s is neither true nor false", where, key);
+}
+
+// Keys of rope_parameters or rope_scaling; what else there is would change the mathematics.
+static inline int config_rope_keys(const json_t *fields, const char *where) {
+    static const char *const known[] = {"rope_theta",
+                                        "rope_type",
+                                        "type",
+                                        "factor",
+                                        "low_freq_factor",
+                                        "high_freq_factor",
+                                        "original_max_position_embeddings"};
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)fields, key, value) {
+        size_t i = 0, n = sizeof known / sizeof *known;
+        while (i < n && strcmp(known[i], key) != 0) i++;
+        int whole = strcmp(key, "partial_rotary_factor") == 0 && key_is_harmless(KEY_ONE, value);
+        if (i == n && !whole)
+            return error_set("%s: RoPE's config key '%.60s' is not known and may change the mathematics", where, key);
+    }
+    return 0;
+}
+
+// Both spellings: rope_parameters {rope_theta, rope_type, ...} and rope_theta with rope_scaling. Llama 1 and 2 leave
+// theta out.
+static inline int config_rope(RopeConfig *rope, Family family, const json_t *json, const char *where) {
     const json_t *fields = json_object_get(json, "rope_parameters");
     const json_t *holder = json_is_object(fields) ? fields : json;
     memset(rope, 0, sizeof *rope);
-    if (config_float(&rope->theta, json, "rope_theta", 10000.0f, where)) return -1; // Llama 1 and 2 leave it out
+    if (config_float(&rope->theta, json, "rope_theta", family == FAMILY_LLAMA ? 10000.0f : 0.0f, where)) return -1;
     if (config_float(&rope->theta, holder, "rope_theta", rope->theta, where)) return -1;
+    if (rope->theta == 0.0f) return error_set("%s: rope_theta is missing", where);
     if (!json_is_object(fields)) fields = json_object_get(json, "rope_scaling");
     if (!json_is_object(fields)) return 0;
+    if (config_rope_keys(fields, where)) return -1;
     const char *type = json_string_value(json_object_get(fields, "rope_type"));
     if (type == NULL) type = json_string_value(json_object_get(fields, "type"));
     if (type == NULL && json_object_get(fields, "factor") != NULL)
@@ -142,41 +225,98 @@ static inline int config_rope(RopeConfig *rope, const json_t *json, const char *
     return config_int(&rope->original_context, fields, "original_max_position_embeddings", INT_MIN, where);
 }
 
-// Reads a parsed config.json. Anything but a plain Llama is refused by the name of what differs.
+// Sets the layers without RoPE: every `interval`-th.
+static inline void config_skip_rope(Config *config, int interval) {
+    memset(config->no_rope, 0, sizeof config->no_rope);
+    for (int l = interval - 1; l < config->n_layers && l < CONFIG_MAX_LAYERS; l += interval)
+        config->no_rope[l / 32] |= 1u << l % 32;
+}
+
+enum { SMOLLM3_INTERVAL = 4 };
+
+// The layers without RoPE as SmolLM3's config lists them: no_rope_layers has a 1 for each layer with RoPE, 0 without.
+static inline int config_no_rope(Config *config, const json_t *json, const char *where) {
+    const json_t *layers = json_object_get(json, "no_rope_layers");
+    int interval = 0;
+    if (config_int(&interval, json, "no_rope_layer_interval", SMOLLM3_INTERVAL, where)) return -1;
+    if (interval < 1) return error_set("%s: no_rope_layer_interval is %d", where, interval);
+    config_skip_rope(config, interval);
+    if (layers == NULL || json_is_null(layers)) return 0;
+    if (!json_is_array(layers) || json_array_size(layers) < (size_t)config->n_layers)
+        return error_set("%s: no_rope_layers does not list %d layers", where, config->n_layers);
+    memset(config->no_rope, 0, sizeof config->no_rope);
+    for (int l = 0; l < config->n_layers; l++) {
+        const json_t *value = json_array_get(layers, (size_t)l);
+        if (!json_is_integer(value) || (json_integer_value(value) & ~(json_int_t)1) != 0)
+            return error_set("%s: no_rope_layers has something else than 0 or 1 for layer %d", where, l);
+        if (json_integer_value(value) == 0) config->no_rope[l / 32] |= 1u << l % 32;
+    }
+    return 0;
+}
+
+// What only some families' configs have.
+static inline int config_specials(Config *config, const json_t *json, const char *where) {
+    const json_t *window = json_object_get(json, "sliding_window");
+    if (config->family == FAMILY_SMOLLM3) return config_no_rope(config, json, where);
+    if (config->family != FAMILY_MISTRAL || window == NULL || json_is_null(window)) return 0;
+    if (config_int(&config->window, json, "sliding_window", 0, where)) return -1;
+    return config->window > 0 ? 0 : error_set("%s: sliding_window is %d", where, config->window);
+}
+
+// Reads a parsed config.json of one of the families; what would change the mathematics is refused by name. Where
+// transformers' own default is a certain model's size, a config that leaves it out is refused.
 static inline int config_from_json(Config *config, const json_t *json, const char *where) {
-    const char *type = json_string_value(json_object_get(json, "model_type"));
     const char *act = json_string_value(json_object_get(json, "hidden_act"));
+    Family family;
     if (!json_is_object(json)) return error_set("%s: not a JSON object", where);
-    if (type == NULL || strcmp(type, "llama") != 0)
-        return error_set("%s: model_type '%.40s' is not supported, only 'llama'", where,
-                         type != NULL ? type : "(none)");
+    if (family_of_json(&family, json, where) || family_check_keys(family, json, where)) return -1;
     if (act != NULL && strcmp(act, "silu") != 0)
         return error_set("%s: hidden_act '%.40s' is not supported, only 'silu'", where, act);
-    if (json_is_true(json_object_get(json, "attention_bias")))
-        return error_set("%s: attention_bias is not supported", where);
-    if (json_is_true(json_object_get(json, "mlp_bias"))) return error_set("%s: mlp_bias is not supported", where);
     memset(config, 0, sizeof *config);
+    config->family = family;
+    int sized =
+        family == FAMILY_MISTRAL || family == FAMILY_SMOLLM3 || family == FAMILY_QWEN2 || family == FAMILY_QWEN3;
     if (config_int(&config->n_layers, json, "num_hidden_layers", INT_MIN, where) ||
         config_int(&config->channels, json, "hidden_size", INT_MIN, where) ||
-        config_int(&config->heads, json, "num_attention_heads", INT_MIN, where) ||
-        config_int(&config->kv_heads, json, "num_key_value_heads", config->heads, where) ||
-        config_int(&config->head_dim, json, "head_dim",
-                   config->heads > 0 && config->channels % config->heads == 0 ? config->channels / config->heads : 0,
-                   where) ||
+        config_int(&config->heads, json, "num_attention_heads", INT_MIN, where))
+        return -1;
+    int head_dim = config->heads > 0 && config->channels % config->heads == 0 ? config->channels / config->heads : 0;
+    if (config_int(&config->kv_heads, json, "num_key_value_heads", sized ? INT_MIN : config->heads, where) ||
+        config_int(&config->head_dim, json, "head_dim", family == FAMILY_QWEN3 ? INT_MIN : head_dim, where) ||
         config_int(&config->ffn, json, "intermediate_size", INT_MIN, where) ||
         config_int(&config->vocab, json, "vocab_size", INT_MIN, where) ||
-        config_int(&config->context, json, "max_position_embeddings", 2048, where) ||
-        config_float(&config->norm_eps, json, "rms_norm_eps", 1e-6f, where) ||
+        config_int(&config->context, json, "max_position_embeddings", sized ? INT_MIN : 2048, where) ||
+        config_float(&config->norm_eps, json, "rms_norm_eps", families[family].norm_eps, where) ||
         config_float(&config->init_std, json, "initializer_range", 0.02f, where) ||
+        config_flag(&config->tied, json, "tie_word_embeddings", families[family].tied, where) ||
         config_token(&config->bos_id, json, "bos_token_id", where) ||
-        config_token(&config->eos_id, json, "eos_token_id", where) || config_rope(&config->rope, json, where))
+        config_token(&config->eos_id, json, "eos_token_id", where) || config_rope(&config->rope, family, json, where) ||
+        config_check(config, where))
         return -1;
-    config->tied = json_is_true(json_object_get(json, "tie_word_embeddings"));
-    return config_check(config, where);
+    return config_specials(config, json, where);
+}
+
+// A list of 1 for each layer with RoPE and 0 for each without.
+static inline json_t *config_rope_layers(const Config *config) {
+    json_t *layers = json_array();
+    for (int l = 0; l < config->n_layers; l++) json_array_append_new(layers, json_integer(config_has_rope(config, l)));
+    return layers;
+}
+
+// Adds what only the family's configs have, and takes out what they do not have.
+static inline void config_family_json(json_t *json, const Config *config) {
+    if (config->family != FAMILY_LLAMA)
+        json_object_set_new(json, "pad_token_id", json_null());                   // else theirs is a size's
+    if (config_traits(config)->qkv_bias) json_object_del(json, "attention_bias"); // theirs is not of o
+    if (config->family == FAMILY_OLMO) json_object_del(json, "rms_norm_eps");     // it is fixed
+    if (config->family == FAMILY_MISTRAL)
+        json_object_set_new(json, "sliding_window", config->window > 0 ? json_integer(config->window) : json_null());
+    if (config->family == FAMILY_SMOLLM3) json_object_set_new(json, "no_rope_layers", config_rope_layers(config));
 }
 
 // The config.json that transformers reads; a new reference, NULL when out of memory.
 static inline json_t *config_to_json(const Config *config, const char *dtype) {
+    const FamilyTraits *family = config_traits(config);
     json_t *rope = NULL, *token = NULL;
     if (config->rope.scaled)
         rope = json_pack("{s:s, s:o, s:o, s:o, s:i}", "rope_type", "llama3", "factor",
@@ -184,20 +324,21 @@ static inline json_t *config_to_json(const Config *config, const char *dtype) {
                          json_from_float(config->rope.low_freq_factor), "high_freq_factor",
                          json_from_float(config->rope.high_freq_factor), "original_max_position_embeddings",
                          config->rope.original_context);
-    json_t *json =
-        json_pack("{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:b, s:b, s:b, s:s, s:o?}",
-                  "architectures", "LlamaForCausalLM", "model_type", "llama", "hidden_act", "silu", "num_hidden_layers",
-                  config->n_layers, "hidden_size", config->channels, "num_attention_heads", config->heads,
-                  "num_key_value_heads", config->kv_heads, "head_dim", config->head_dim, "intermediate_size",
-                  config->ffn, "vocab_size", config->vocab, "max_position_embeddings", config->context, "rms_norm_eps",
-                  json_from_float(config->norm_eps), "initializer_range", json_from_float(config->init_std),
-                  "rope_theta", json_from_float(config->rope.theta), "tie_word_embeddings", config->tied,
-                  "attention_bias", 0, "mlp_bias", 0, "torch_dtype", dtype, "rope_scaling", rope);
+    json_t *json = json_pack(
+        "{s:[s], s:s, s:s, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:o, s:o, s:o, s:b, s:b, s:b, s:s, s:o?}",
+        "architectures", family->architecture, "model_type", family->model_type, "hidden_act", "silu",
+        "num_hidden_layers", config->n_layers, "hidden_size", config->channels, "num_attention_heads", config->heads,
+        "num_key_value_heads", config->kv_heads, "head_dim", config->head_dim, "intermediate_size", config->ffn,
+        "vocab_size", config->vocab, "max_position_embeddings", config->context, "rms_norm_eps",
+        json_from_float(config->norm_eps), "initializer_range", json_from_float(config->init_std), "rope_theta",
+        json_from_float(config->rope.theta), "tie_word_embeddings", config->tied, "attention_bias", 0, "mlp_bias", 0,
+        "torch_dtype", dtype, "rope_scaling", rope);
     if (json == NULL) return NULL;
     token = config->bos_id >= 0 ? json_integer(config->bos_id) : json_null();
     json_object_set_new(json, "bos_token_id", token);
     token = config->eos_id >= 0 ? json_integer(config->eos_id) : json_null();
     json_object_set_new(json, "eos_token_id", token);
+    config_family_json(json, config);
     return json;
 }
 
@@ -219,22 +360,229 @@ static const struct {
     const char *name;
     Config config;
 } config_presets[] = {
-    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f}},
-    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f}},
-    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f}},
+    {"tiny",
+     {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f, FAMILY_LLAMA, 0, {0}}},
+    {"124m",
+     {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}}},
+    {"tinyllama-1.1b",
+     {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}}},
     {"llama-3.2-1b",
-     {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f}},
+     {16,
+      2048,
+      32,
+      8,
+      64,
+      8192,
+      128256,
+      131072,
+      1e-5f,
+      1,
+      {500000.0f, 1, 32, 1, 4, 8192},
+      128000,
+      128001,
+      0.02f,
+      FAMILY_LLAMA,
+      0,
+      {0}}},
     {"llama-3.2-3b",
-     {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f}},
+     {28,
+      3072,
+      24,
+      8,
+      128,
+      8192,
+      128256,
+      131072,
+      1e-5f,
+      1,
+      {500000.0f, 1, 32, 1, 4, 8192},
+      128000,
+      128001,
+      0.02f,
+      FAMILY_LLAMA,
+      0,
+      {0}}},
     {"llama-3-8b",
-     {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f}},
-    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f}},
-    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f}},
-    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f}},
+     {32,
+      4096,
+      32,
+      8,
+      128,
+      14336,
+      128256,
+      8192,
+      1e-5f,
+      0,
+      {500000.0f, 0, 0, 0, 0, 0},
+      128000,
+      128001,
+      0.02f,
+      FAMILY_LLAMA,
+      0,
+      {0}}},
+    {"smollm2-135m",
+     {30,
+      576,
+      9,
+      3,
+      64,
+      1536,
+      49152,
+      8192,
+      1e-5f,
+      1,
+      {100000.0f, 0, 0, 0, 0, 0},
+      0,
+      0,
+      0.041666f,
+      FAMILY_LLAMA,
+      0,
+      {0}}},
+    {"smollm2-360m",
+     {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}}},
+    {"smollm2-1.7b",
+     {24,
+      2048,
+      32,
+      32,
+      64,
+      8192,
+      49152,
+      8192,
+      1e-5f,
+      1,
+      {130000.0f, 0, 0, 0, 0, 0},
+      0,
+      0,
+      0.02f,
+      FAMILY_LLAMA,
+      0,
+      {0}}},
+    {"mistral-7b",
+     {32,
+      4096,
+      32,
+      8,
+      128,
+      14336,
+      32000,
+      32768,
+      1e-5f,
+      0,
+      {10000.0f, 0, 0, 0, 0, 0},
+      1,
+      2,
+      0.02f,
+      FAMILY_MISTRAL,
+      4096,
+      {0}}},
+    {"smollm3-3b",
+     {36,
+      2048,
+      16,
+      4,
+      128,
+      11008,
+      128256,
+      65536,
+      1e-6f,
+      1,
+      {5000000.0f, 0, 0, 0, 0, 0},
+      128000,
+      128001,
+      0.02f,
+      FAMILY_SMOLLM3,
+      0,
+      {0x88888888, 0x8}}},
+    {"qwen2.5-0.5b",
+     {24,
+      896,
+      14,
+      2,
+      64,
+      4864,
+      151936,
+      32768,
+      1e-6f,
+      1,
+      {1000000.0f, 0, 0, 0, 0, 0},
+      151643,
+      151643,
+      0.02f,
+      FAMILY_QWEN2,
+      0,
+      {0}}},
+    {"qwen3-0.6b",
+     {28,
+      1024,
+      16,
+      8,
+      128,
+      3072,
+      151936,
+      40960,
+      1e-6f,
+      1,
+      {1000000.0f, 0, 0, 0, 0, 0},
+      151643,
+      151645,
+      0.02f,
+      FAMILY_QWEN3,
+      0,
+      {0}}},
+    {"olmo-7b",
+     {32,
+      4096,
+      32,
+      32,
+      128,
+      11008,
+      50304,
+      2048,
+      1e-5f,
+      0,
+      {10000.0f, 0, 0, 0, 0, 0},
+      -1,
+      50279,
+      0.02f,
+      FAMILY_OLMO,
+      0,
+      {0}}},
+    {"olmo-2-7b",
+     {32,
+      4096,
+      32,
+      32,
+      128,
+      11008,
+      100352,
+      4096,
+      1e-6f,
+      0,
+      {500000.0f, 0, 0, 0, 0, 0},
+      100257,
+      100257,
+      0.02f,
+      FAMILY_OLMO2,
+      0,
+      {0}}},
 };
 enum { CONFIG_PRESETS = sizeof config_presets / sizeof *config_presets };
 
-// key=value,... over the tiny preset: layers d heads kv head-dim ffn vocab ctx theta eps tied.
+#define CONFIG_KEYS "family layers d heads kv head-dim ffn vocab ctx theta eps tied"
+
+// family=NAME of a spec: *end is what follows it.
+static inline int config_family_pair(Config *config, const char *name, char **end, const char *spec) {
+    char names[128];
+    size_t n = strcspn(name, ",");
+    config->family = family_find(name, n);
+    *end = (char *)name + n;
+    if (config->family != FAMILIES) return 0;
+    family_names(names, sizeof names);
+    return error_set("--init %.100s: no family '%.*s' (%s)", spec, (int)(n < 40 ? n : 40), name, names);
+}
+
+// key=value,... over the tiny preset: CONFIG_KEYS.
 static inline int config_from_pairs(Config *config, const char *spec) {
     int head_dim_given = 0, kv_given = 0;
     const char *at = spec;
@@ -244,7 +592,9 @@ static inline int config_from_pairs(Config *config, const char *spec) {
         int consumed = 0;
         if (sscanf(at, "%15[a-z-]=%n", key, &consumed) != 1 || consumed == 0)
             return error_set("--init %.100s: '%.30s' is not key=value", spec, at);
-        double value = strtod(at + consumed, &end);
+        int is_family = strcmp(key, "family") == 0;
+        if (is_family && config_family_pair(config, at + consumed, &end, spec)) return -1;
+        double value = is_family ? 0.0 : strtod(at + consumed, &end);
         if (end == at + consumed || (*end != ',' && *end != '\0'))
             return error_set("--init %.100s: %s needs a number", spec, key);
         const struct {
@@ -253,7 +603,7 @@ static inline int config_from_pairs(Config *config, const char *spec) {
         } fields[] = {{"layers", &config->n_layers}, {"d", &config->channels},  {"heads", &config->heads},
                       {"kv", &config->kv_heads},     {"ffn", &config->ffn},     {"head-dim", &config->head_dim},
                       {"vocab", &config->vocab},     {"ctx", &config->context}, {"tied", &config->tied}};
-        int known = 0;
+        int known = is_family;
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
             if (strcmp(key, fields[i].name) != 0) continue;
             if (!(fabs(value) < 1e9) || value != (double)(int)value)
@@ -263,15 +613,14 @@ static inline int config_from_pairs(Config *config, const char *spec) {
         }
         if (strcmp(key, "theta") == 0) config->rope.theta = (float)value, known = 1;
         if (strcmp(key, "eps") == 0) config->norm_eps = (float)value, known = 1;
-        if (!known)
-            return error_set(
-                "--init %.100s: unknown key '%s' (layers d heads kv head-dim ffn vocab ctx theta eps tied)", spec, key);
+        if (!known) return error_set("--init %.100s: unknown key '%s' (" CONFIG_KEYS ")", spec, key);
         head_dim_given |= strcmp(key, "head-dim") == 0;
         kv_given |= strcmp(key, "kv") == 0;
         at = *end == ',' ? end + 1 : end;
     }
     if (!kv_given) config->kv_heads = config->heads;
     if (!head_dim_given && config->heads > 0) config->head_dim = config->channels / config->heads;
+    if (config->family == FAMILY_SMOLLM3) config_skip_rope(config, SMOLLM3_INTERVAL);
     if (config->vocab != 258) config->bos_id = config->eos_id = -1;
     return config_check(config, spec);
 }
@@ -285,7 +634,7 @@ static inline int config_from_spec(Config *config, const char *spec) {
     }
     if (strchr(spec, '=') != NULL && !file_exists(spec)) return config_from_pairs(config, spec);
     if (file_exists(spec)) return config_from_file(config, spec);
-    char names[256] = "";
+    char names[512] = "";
     for (int i = 0; i < CONFIG_PRESETS; i++) {
         size_t n = strlen(names);
         snprintf(names + n, sizeof names - n, " %s", config_presets[i].name);

@@ -124,11 +124,11 @@ static inline double layer_factor_elements(const Config *config, int64_t rank, i
            3.0 * factor_elements(F, C, rank, extra);
 }
 
-// Elements PowerSGD sends for n_layers layers, n_tables matrices (V, C) and n_norms further vectors (C).
+// Elements PowerSGD sends for n_layers layers, n_tables matrices (V, C) and n_norms further norms.
 static inline double powersgd_elements(const Config *config, int n_layers, int n_tables, int n_norms, int rank) {
     return n_layers * layer_factor_elements(config, rank, 0) +
            n_tables * factor_elements(config->vocab, config->channels, rank, 0) +
-           (2.0 * n_layers + n_norms) * config->channels;
+           n_layers * (double)config_layer_vectors(config) + n_norms * (double)config_norm(config);
 }
 
 // The largest rank, at least 1, at which the model's parameters are `ratio` times what PowerSGD sends for them in one
@@ -211,6 +211,8 @@ static inline double cell_act_bytes(const MeshPlan *plan, int n_layers, int is_l
     double C = config->channels, F = config->ffn, A = (double)config_q_dim(config);
     double QKV = A + 2.0 * (double)config_kv_dim(config), N = (double)plan->micro_batch * plan->T;
     double inner = N * (3.0 * C + QKV + A + 3.0 * F + config->heads + 2.0); // norms, qkv, att, mid, gate_up, hidden
+    if (config_traits(config)->qk_norm != QK_NORM_NONE)
+        inner += N * (A + (double)config_kv_dim(config) + (double)config_qk_rows(config));
     double kept = n_layers * N * C + (plan->recompute ? 0.0 : n_layers * inner) + 3.0 * N; // layers' inputs, tokens
     double gradients = N * (2.0 * C + fmax(F, A) + fmax(2.0 * F, QKV));
     double turns = gradients + (plan->recompute ? inner : 0.0) + (double)plan->T * config->head_dim; // RoPE tables
@@ -230,13 +232,14 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     int n_beside = (s > 0) + (s < Y - 1); // boundaries
     memset(cell, 0, sizeof *cell);
     cell->n_layers = n_layers;
-    cell->n_params = n_layers * (config_layer_matrices(config) + 2 * (int64_t)config->channels) +
-                     n_tables * partition_head_cost(config) + (is_last ? config->channels : 0);
+    cell->n_params = n_layers * (config_layer_matrices(config) + config_layer_vectors(config)) +
+                     n_tables * partition_head_cost(config) + (is_last ? config_norm(config) : 0);
     cell->flops =
         6.0 * (double)(n_layers * partition_layer_cost(config, plan->T) + (is_last ? partition_head_cost(config) : 0));
 
     double arena = 4.0 * (double)cell->n_params;
-    double vectors = (2.0 * n_layers + is_last) * config->channels, matrices = (double)cell->n_params - vectors;
+    double vectors = (double)(n_layers * config_layer_vectors(config) + is_last * config_norm(config));
+    double matrices = (double)cell->n_params - vectors;
     cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = (2.0 + plan->keeps_delta) * arena;
     cell->moment_bytes += n_layers * plan->rotation_bytes;
     cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * arena : 0.0;

@@ -4,7 +4,7 @@
 //   if (partition_layers(first, &config, 4, 2048)) ...   // stage s holds layers first[s] .. first[s + 1] - 1
 //
 // Cost is arithmetic, in multiply-adds a token: a layer's matrices and its causal attention; the head counts on the
-// last stage, the embedding is a look-up and counts nothing. All layers of a Llama cost the same, so the best split is
+// last stage, the embedding is a look-up and counts nothing. All layers cost the same, so the best split is
 // found by trying each size of the last stage.
 #ifndef LLMC_PARTITION_H
 #define LLMC_PARTITION_H
@@ -16,12 +16,6 @@
 
 // With config_check's limits, of which the stages are one, the cost of all layers stays below 2^63.
 enum { PARTITION_MAX_STAGES = 4096, PARTITION_MAX_T = 1 << 24 };
-
-// Elements of a layer's seven matrices.
-static inline int64_t config_layer_matrices(const Config *config) {
-    int64_t C = config->channels;
-    return 2 * C * config_q_dim(config) + 2 * C * config_kv_dim(config) + 3 * C * config->ffn;
-}
 
 // Multiply-adds a token in one layer's forward pass; the training step costs 6 operations for each (dev/bench.cu).
 // Attention: scores and values over T/2 positions on average, A = NH*HD each.

@@ -30,11 +30,14 @@ def train(*words):
 
 
 def check_logits(name, folder):
-    """The fixture through import and export gives the logits of the dump."""
-    dump = load_file(f"data/fixtures/{name}.dump")
-    train("-m", f"data/fixtures/{name}", "--export", f"{folder}/{name}.bin", "--export-dtype", "fp32")
-    train("-m", f"{folder}/{name}.bin", "--export", f"{folder}/{name}", "--export-dtype", "fp32")
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32, attn_implementation="eager")
+    """The fixture through import and export gives the logits of the dump, in the same class."""
+    dump, to = load_file(f"data/fixtures/{name}.dump"), f"{folder}/{os.path.basename(name)}"
+    train("-m", f"data/fixtures/{name}", "--export", f"{to}.bin", "--export-dtype", "fp32")
+    train("-m", f"{to}.bin", "--export", to, "--export-dtype", "fp32")
+    model = AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32, attn_implementation="eager")
+    with open(f"data/fixtures/{name}/config.json") as file:
+        wanted = json.load(file)["architectures"]
+    check(f"{name} class", [type(model).__name__] == wanted, type(model).__name__)
     with torch.no_grad():
         logits = model(dump["tokens"].long()).logits
     error = ((logits - dump["logits"]).norm() / dump["logits"].norm()).item()
@@ -71,7 +74,8 @@ def check_loss(folder):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tied", "untied"):
+        families = sorted(f[:-len(".dump")] for f in os.listdir("data/fixtures/families") if f.endswith(".dump"))
+        for name in ["tied", "untied"] + [f"families/{family}" for family in families]:
             check_logits(name, folder)
         check_loss(folder)
     sys.exit(failed)
