@@ -1011,7 +1011,7 @@ static void gguf_put_tensor(const Stage *stage, FileWriter *file, const Tensor *
 // The table (begun = 0) or the data of a model's tensors, with the factors of a scaled RoPE as the first.
 static void gguf_put_model(FileWriter *file, int begun, const Stage *model, int family, Dtype dtype) {
     char name[2 * GGUF_MAX_NAME];
-    float factors[2048];
+    float factors[2048] = {0};
     int post_norm = strcmp(gguf_families[family].arch, "olmo2") == 0, HD = model->config.head_dim;
     int64_t half = HD / 2;
     uint64_t offset = 0;
