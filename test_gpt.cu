@@ -8704,6 +8704,7 @@ static void test_processes_resume(void) {
 #include "dev/net_tests.h"
 #endif
 #include "dev/status_tests.h"
+#include "dev/eval_tests.h"
 
 static const struct {
     const char *name;
@@ -8804,6 +8805,14 @@ static const struct {
     {"micro_batches", test_micro_batches},
     {"model_masked", test_model_masked},
     {"kv_cache", test_kv_cache},
+    {"eval_choices", test_eval_choices},
+    {"eval_score", test_eval_score},
+    {"eval_malformed", test_eval_malformed},
+    {"eval_answers", test_eval_answers},
+    {"eval_program", test_eval_program},
+    {"eval_scripts", test_eval_scripts},
+    {"prune_values", test_prune_values},
+    {"prune_model", test_prune_model},
     {"sampling", test_sampling},
     {"safetensors", test_safetensors},
     {"model_files", test_model_files},
@@ -8887,7 +8896,7 @@ static int is_left_out(const char *name) {
     int all = device_has_fp32();
 #endif
     static const char *const kept[] = {"model_against_pytorch", "micro_batches", "model_masked", "kv_cache",
-                                       "device_mesh"};
+                                       "device_mesh",           "eval_choices",  "eval_answers", "prune_model"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }

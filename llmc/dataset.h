@@ -21,6 +21,7 @@
 
 #include "error.h"
 #include "file.h"        // FileMap
+#include "jsonl.h"       // json_repair
 #include "rand.h"        // rand_permute
 #include "safetensors.h" // SafeTensorsWriter
 #include "tokenizer.h"
@@ -110,59 +111,6 @@ static inline int dataset_split_tail(Dataset *data, double share) {
     val->tokens = train->tokens + (train->n - tail), val->n = tail;
     train->n -= tail;
     return 0;
-}
-
-// Length of the valid UTF-8 sequence at s (n bytes left), 0 if it is none.
-static inline int utf8_length(const unsigned char *s, size_t n) {
-    if (s[0] < 0x80) return 1;
-    int length = s[0] >= 0xC2 && s[0] <= 0xDF ? 2 : (s[0] & 0xF0) == 0xE0 ? 3 : s[0] >= 0xF0 && s[0] <= 0xF4 ? 4 : 0;
-    if (length == 0 || (size_t)length > n) return 0;
-    for (int i = 1; i < length; i++)
-        if ((s[i] & 0xC0) != 0x80) return 0;
-    if (s[0] == 0xE0 && s[1] < 0xA0) return 0; // overlong
-    if (s[0] == 0xED && s[1] > 0x9F) return 0; // surrogates
-    if (s[0] == 0xF0 && s[1] < 0x90) return 0; // overlong
-    if (s[0] == 0xF4 && s[1] > 0x8F) return 0; // beyond U+10FFFF
-    return length;
-}
-
-static inline int hex4(const char *s, size_t n) {
-    int value = 0;
-    if (n < 4) return -1;
-    for (int i = 0; i < 4; i++) {
-        const char *digits = "0123456789abcdef", *found = strchr(digits, s[i] | ((s[i] >= 'A' && s[i] <= 'F') << 5));
-        if (s[i] == '\0' || found == NULL) return -1;
-        value = value * 16 + (int)(found - digits);
-    }
-    return value;
-}
-
-// to (room for 3*n) = a JSON line with bytes that are no UTF-8, and \u escapes that are half a surrogate pair, replaced
-// by U+FFFD. Returns the new length, *repaired is set if anything was replaced.
-static inline size_t json_repair(char *to, const char *from, size_t n, int *repaired) {
-    size_t out = 0;
-    for (size_t i = 0; i < n;) {
-        int length = utf8_length((const unsigned char *)from + i, n - i);
-        if (length == 0) {
-            memcpy(to + out, "\xEF\xBF\xBD", 3);
-            out += 3, i++, *repaired = 1;
-        } else if (from[i] != '\\' || i + 1 >= n) {
-            memcpy(to + out, from + i, (size_t)length);
-            out += (size_t)length, i += (size_t)length;
-        } else {
-            int code = from[i + 1] == 'u' ? hex4(from + i + 2, n - i - 2) : -1;
-            int lone = code >= 0xD800 && code <= 0xDFFF;
-            size_t take = code >= 0 ? 6 : 2;
-            if (lone && code <= 0xDBFF && i + 12 <= n && from[i + 6] == '\\' && from[i + 7] == 'u') {
-                int low = hex4(from + i + 8, n - i - 8);
-                if (low >= 0xDC00 && low <= 0xDFFF) lone = 0, take = 12;
-            }
-            if (lone) *repaired = 1;
-            memcpy(to + out, lone ? "\\ufffd" : from + i, take);
-            out += take, i += take;
-        }
-    }
-    return out;
 }
 
 // Adds every line of a .jsonl; document number d of the file goes to val when the split says so.
