@@ -8719,6 +8719,7 @@ static void test_processes_resume(void) {
 #include "dev/family_tests.h"
 #include "dev/status_tests.h"
 #include "dev/data_tests.h"
+#include "dev/eval_tests.h"
 #include "dev/tokenizer_tests.h"
 
 static const struct {
@@ -8822,6 +8823,14 @@ static const struct {
     {"micro_batches", test_micro_batches},
     {"model_masked", test_model_masked},
     {"kv_cache", test_kv_cache},
+    {"eval_choices", test_eval_choices},
+    {"eval_score", test_eval_score},
+    {"eval_malformed", test_eval_malformed},
+    {"eval_answers", test_eval_answers},
+    {"eval_program", test_eval_program},
+    {"eval_scripts", test_eval_scripts},
+    {"prune_values", test_prune_values},
+    {"prune_model", test_prune_model},
     {"sampling", test_sampling},
     {"safetensors", test_safetensors},
     {"model_files", test_model_files},
@@ -8951,8 +8960,8 @@ static int is_left_out(const char *name) {
     int all = device_has_fp32();
 #endif
     static const char *const kept[] = {
-        "model_against_pytorch",    "micro_batches",    "model_masked", "kv_cache", "packed_model", "device_mesh",
-        "families_against_pytorch", "families_variants"};
+        "model_against_pytorch",    "micro_batches",     "model_masked", "kv_cache",     "packed_model", "device_mesh",
+        "families_against_pytorch", "families_variants", "eval_choices", "eval_answers", "prune_model"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }

@@ -36,6 +36,7 @@
 #include "llmc/alignment.h"
 #include "llmc/channel.h"
 #include "llmc/checkpoint.h"
+#include "llmc/choices.h"
 #include "llmc/cli.h"
 #include "llmc/clock.h"
 #include "llmc/codec_table.h"
@@ -58,6 +59,7 @@
 #include "llmc/oscillation.h"
 #include "llmc/packer.h"
 #include "llmc/partition.h"
+#include "llmc/prune.h"
 #include "llmc/rand.h"
 #include "llmc/safetensors.h"
 #include "llmc/schedule.h"
@@ -146,6 +148,9 @@ typedef struct {
     char host[CLI_TEXT], join[CLI_TEXT], listen[CLI_TEXT], status_address[CLI_TEXT];
     char tokenize[CLI_TEXT];
     int train_on, chat_template, pack, too_long, show_data;
+    char eval_choices[CLI_TEXT], eval_generate[CLI_TEXT];
+    TextList stop;
+    float prune;
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
@@ -175,7 +180,7 @@ static const Option option_table[] = {
 { "",   "too-long",      OPTION_CHOICE, FIELD(too_long),     "auto", 0,     0,      too_long_names, "packed documents of more than --seq + 1 tokens; auto: truncate, but text is split" },
 { "",   "show-data",     OPTION_INT,    FIELD(show_data),    "0",    0,     1e9,    NULL, "print so many documents in their order of training, with what is trained on marked, then exit" },
 { "",   "tokenize",      OPTION_TEXT,   FIELD(tokenize),     "",     0,     0,      NULL, "write -d as token files NAME_train_00000.bin and so on, --val-data as NAME_val_*, then exit" },
-{ "-o", "out",           OPTION_TEXT,   FIELD(out),          "",     0,     0,      NULL, "folder of the run; default: the next free runs/N" },
+{ "-o", "out",           OPTION_TEXT,   FIELD(out),          "",     0,     0,      NULL, "folder of the run; default: the next free runs/N; of --eval-choices and --eval-generate: the file of results" },
 { "-b", "batch",         OPTION_INT,    FIELD(batch),        "32",   1,     1e6,    NULL, "sequences a step" },
 { "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = tokens that suit the device: 1024 on CPUs, 8192 on GPUs" },
 { "-t", "seq",           OPTION_INT,    FIELD(seq),          "0",    0,     1e6,    NULL, "tokens of a sequence; 0 = min(2048, the model's context)" },
@@ -255,6 +260,10 @@ static const Option option_table[] = {
 { "",   "status-address", OPTION_TEXT,  FIELD(status_address), "127.0.0.1", 0, 0,   NULL, "--status-port: where; all who reach it can look" },
 { "",   "eval-masked",   OPTION_FLAG,   FIELD(eval_masked),  "0",    0,     1,      NULL, "--eval masks the boundaries as training does (study)" },
 { "",   "eval",          OPTION_FLAG,   FIELD(eval),         "0",    0,     1,      NULL, "print held-out loss and bits per byte, then exit" },
+{ "",   "eval-choices",  OPTION_TEXT,   FIELD(eval_choices), "",     0,     0,      NULL, "answer the multiple-choice questions of this .jsonl by likelihood, then exit; -o FILE: each question's result" },
+{ "",   "eval-generate", OPTION_TEXT,   FIELD(eval_generate), "",    0,     0,      NULL, "answer the prompts of this .jsonl, by default with the likeliest tokens, into -o FILE, then exit" },
+{ "",   "stop",          OPTION_LIST,   FIELD(stop),         "",     0,     0,      NULL, "--eval-generate: texts before which an answer ends" },
+{ "",   "prune",         OPTION_FLOAT,  FIELD(prune),        "0",    0,     1,      NULL, "share of each layer matrix's weights, the smallest ones, set to zero before evaluation, generation or export" },
 { "",   "generate",      OPTION_TEXT,   FIELD(generate),     "",     0,     0,      NULL, "continue this text, then exit" },
 { "",   "max-tokens",    OPTION_INT,    FIELD(max_tokens),   "200",  1,     1e6,    NULL, "length of what is generated" },
 { "",   "temperature",   OPTION_FLOAT,  FIELD(temperature),  "0.8",  0,     100,    NULL, "of sampling; 0 = the likeliest token" },
@@ -1135,7 +1144,7 @@ static int model_save_gguf(const Stage *model, const json_t *side_files, const c
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward and backward
 
-// Keys and values of what has been seen, for generation: (T_max, 2*NKV*HD) a layer, k then v in a row.
+// Keys and values of what a sequence has seen, for generation: (T_max, 2*NKV*HD) a layer, k then v in a row.
 typedef struct {
     floatX *rows; // (L, T_max, 2*NKV*HD)
     int T_max, used;
@@ -1212,8 +1221,34 @@ static void branch_forward(const Stage *stage, floatX *out, floatX *given, float
     residual_add(out, x, (int64_t)N * C, stream);
 }
 
-// One layer: acts->x (N, C) -> out (N, C). layer: its number in the model. With a cache the batch is one sequence whose
-// first position is cache->used; it then attends to the cache and adds itself to it.
+// A cache for T_max tokens of one sequence; device_free its rows.
+static int kv_cache_alloc(KvCache *cache, const Config *config, int T_max) {
+    size_t row = 2 * (size_t)config_kv_dim(config);
+    cache->T_max = T_max, cache->used = 0;
+    cache->rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)config->n_layers * (size_t)T_max * row);
+    return cache->rows != NULL ? 0 : -1;
+}
+
+// Attention of B sequences of T tokens, each behind what its own cache holds; they add themselves to it.
+static void cached_attention(const Stage *stage, LayerActs *acts, int layer, int B, int T, const KvCache *caches,
+                             Stream *stream) {
+    const Config *config = &stage->config;
+    int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, QKV = (int)stage->QKV;
+    for (int b = 0; b < B; b++) {
+        const KvCache *cache = &caches[b];
+        const floatX *q = acts->qkv + (size_t)b * T * QKV, *k = q + stage->A;
+        floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
+        for (int t = 0; t < T; t++)
+            device_copy(rows + (size_t)(cache->used + t) * 2 * KV, k + (size_t)t * QKV, sizeof(floatX) * 2 * KV,
+                        stream);
+        AttentionShape shape = {1, T, cache->used + T, NH, NKV, HD, QKV, 2 * KV, NULL};
+        attention_forward(acts->att + (size_t)b * T * stage->A, acts->lse + (size_t)b * NH * T, q, rows, rows + KV,
+                          shape, stream);
+    }
+}
+
+// One layer: acts->x (N, C) -> out (N, C). layer: its number in the model. With caches, one a sequence, the batch goes
+// on where each of them ends.
 static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensors *w, floatX *out, int layer, int B,
                           int T, KvCache *cache, Stream *stream) {
     const Config *config = &stage->config;
@@ -1227,16 +1262,11 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     if (config_has_rope(config, layer))
         rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
-    const floatX *k = acts->qkv + A, *v = k + KV;
-    if (cache != NULL) {
-        floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
-        for (int t = 0; t < T; t++)
-            device_copy(rows + (size_t)(cache->used + t) * 2 * KV, k + (size_t)t * QKV, sizeof(floatX) * 2 * KV,
-                        stream);
-        shape.Tk = cache->used + T, shape.kv_stride = 2 * KV;
-        k = rows, v = rows + KV;
-    }
-    attention_forward(acts->att, acts->lse, acts->qkv, k, v, shape, stream);
+    const floatX *k = acts->qkv + A;
+    if (cache != NULL)
+        cached_attention(stage, acts, layer, B, T, cache, stream);
+    else
+        attention_forward(acts->att, acts->lse, acts->qkv, k, k + KV, shape, stream);
     branch_forward(stage, acts->mid, acts->norm1, acts->rstd1, acts->x, acts->att, w->o, w->attn_norm, N, A, stream);
     if (!post) norm_forward(stage, acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, stream);
     matmul_forward(acts->gate_up, post ? acts->mid : acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL,
@@ -1303,25 +1333,27 @@ typedef struct {
 } PassHook;
 
 // Positions of a micro-batch's rows, and which documents it has. starts (B, T): as Batch has them, NULL: a sequence is
-// one document, whose first position is `first`.
-static void stage_place(Stage *stage, const int32_t *starts, int B, int T, int first, Stream *stream) {
+// one document, which goes on where its cache (B) ends; NULL: it begins.
+static void stage_place(Stage *stage, const int32_t *starts, int B, int T, const KvCache *cache, Stream *stream) {
     stage->packed = starts != NULL;
     if (starts != NULL) {
         device_upload(stage->starts, starts, sizeof *starts * (size_t)B * (size_t)T, stream);
         rope_document_positions(stage->positions, stage->starts, B * T, T, stream);
-    } else {
-        rope_positions(stage->positions, B * T, T, first, stream);
+    } else if (cache == NULL) {
+        rope_positions(stage->positions, B * T, T, 0, stream);
     }
+    for (int b = 0; cache != NULL && b < B; b++)
+        rope_positions(stage->positions + (size_t)b * T, T, T, cache[b].used, stream);
 }
 
 // The layers of a stage on one micro-batch, kept in `slot` for the backward. The first stage embeds tokens (B, T);
 // others take the boundary tensor that lies in stage_input(). What leaves is stage->last (B*T, C), and in the last
-// stage also stage->normed, the final norm's output. starts (B, T), cache and hook: may be NULL.
+// stage also stage->normed, the final norm's output. starts (B, T), cache (B) and hook: may be NULL.
 static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, const int32_t *starts, int B, int T,
                           KvCache *cache, const PassHook *hook, Stream *stream) {
     int N = B * T, C = stage->config.channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
-    stage_place(stage, starts, B, T, cache != NULL ? cache->used : 0, stream);
+    stage_place(stage, starts, B, T, cache, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
         device_upload(kept, tokens, sizeof *tokens * (size_t)N, stream);
@@ -1358,7 +1390,7 @@ static Stage *model_forward(Stage *model, const uint32_t *tokens, const int32_t 
         else if (pass(context, boundary, tokens, to, stage->last, N, C, stream))
             stream->failed = 1;
     }
-    if (cache != NULL) cache->used += T;
+    for (int b = 0; cache != NULL && b < B; b++) cache[b].used += T;
     return stage;
 }
 
@@ -1409,7 +1441,7 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
                       stage->rstd, N, stream);
         grads_done(hook, stage->has_embed + per_layer * L, stage->n_tensors);
     }
-    stage_place(stage, starts, B, T, 0, stream);
+    stage_place(stage, starts, B, T, NULL, stream);
     for (int l = L - 1; l >= 0; l--) {
         if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
             layer_forward(stage, &acts[l], &stage->p.layers[l], again, stage->first_layer + l, B, T, NULL, stream);
@@ -1712,6 +1744,47 @@ static int sample_token(const float *logits, int V, float temperature, float top
     return work[n - 1].id;
 }
 
+// What the choice of the next tokens passes through.
+typedef struct {
+    Candidate *work; // (V)
+    float *logits;   // (V)
+    floatX *row;     // (V)
+} Sampler;
+
+static void sampler_free(Sampler *sampler) {
+    free(sampler->work);
+    free(sampler->logits);
+    free(sampler->row);
+}
+
+static int sampler_alloc(Sampler *sampler, int V) {
+    sampler->work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
+    sampler->logits = (float *)malloc(sizeof(float) * (size_t)V);
+    sampler->row = (floatX *)malloc(sizeof(floatX) * (size_t)V);
+    if (sampler->work != NULL && sampler->logits != NULL && sampler->row != NULL) return 0;
+    return error_set("out of memory for generation");
+}
+
+// ids (n) = the token after each of n rows of normed outputs; u (n): where in their distribution, in [0, 1).
+static int draw_tokens(uint32_t *ids, Stage *last, const floatX *normed, int n, const float *u, float temperature,
+                       float top_p, Sampler *sampler, Stream *stream) {
+    int C = last->config.channels, V = last->config.vocab;
+    for (int at = 0; at < n; at += last->logits_rows) {
+        int rows = n - at < last->logits_rows ? n - at : last->logits_rows;
+        matmul_forward(last->logits, normed + (size_t)at * C, stage_weight(last, last->p.head), rows, C, V, NULL,
+                       stream);
+        if (stream_check(stream)) return -1;
+        for (int r = 0; r < rows; r++) {
+            device_copy(sampler->row, last->logits + (size_t)r * V, sizeof(floatX) * (size_t)V, stream);
+            for (int v = 0; v < V; v++) sampler->logits[v] = (float)sampler->row[v];
+            int id = sample_token(sampler->logits, V, temperature, top_p, u[at + r], sampler->work);
+            if (id < 0) return -1;
+            ids[at + r] = (uint32_t)id;
+        }
+    }
+    return 0;
+}
+
 // The prompt's tokens as the model's texts begin; something must, so that an empty prompt has a mark in any case.
 // tokens has room for one more than the prompt's. Returns how many, or -1.
 static int64_t prompt_tokens(uint32_t *tokens, const Tokenizer *tokenizer, const char *prompt) {
@@ -1728,18 +1801,14 @@ static int64_t prompt_tokens(uint32_t *tokens, const Tokenizer *tokenizer, const
 // length; the result is a function of the weights, the prompt and the seed.
 static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
                     Stream *stream) {
-    int V = model->config.vocab, n = 0, result = 0;
+    int V = model->config.vocab, C = model->config.channels, n = 0, result = 0;
     int T_max = model->max_T < config_context(&model->config) ? model->max_T : config_context(&model->config);
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
     int64_t room = tokenizer_room(tokenizer, (int64_t)strlen(prompt)) + 1;
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)room);
-    Candidate *work = (Candidate *)malloc(sizeof(Candidate) * (size_t)V);
-    float *logits = (float *)malloc(sizeof(float) * (size_t)V);
-    floatX *row = (floatX *)malloc(sizeof(floatX) * (size_t)V);
+    Sampler sampler;
     KvCache cache = {NULL, T_max, 0};
-    cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)model->config.n_layers * (size_t)T_max * 2 *
-                                        (size_t)config_kv_dim(&model->config));
-    if (tokens == NULL || work == NULL || logits == NULL || row == NULL || cache.rows == NULL) {
+    if (sampler_alloc(&sampler, V) || tokens == NULL || kv_cache_alloc(&cache, &model->config, T_max)) {
         result = error_set("out of memory for generation");
     } else {
         int64_t n_prompt = prompt_tokens(tokens, tokenizer, prompt);
@@ -1752,27 +1821,370 @@ static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt
     model_round(model, stream);
     for (int i = 0; result == 0 && i < opts->max_tokens && cache.used + n <= T_max; i++) {
         char text[1024] = "";
-        Stage *last = model_forward(model, tokens, NULL, 1, n, &cache, NULL, NULL, stream);
-        matmul_forward(last->logits, last->normed + (size_t)(n - 1) * model->config.channels,
-                       stage_weight(last, last->p.head), 1, model->config.channels, V, NULL, stream);
-        if ((result = stream_check(stream)) != 0) break;
+        uint32_t id;
         float u = rand_uniform((uint64_t)opts->seed, RAND_SAMPLE, (uint64_t)i);
-        device_copy(row, last->logits, sizeof(floatX) * (size_t)V, stream);
-        for (int v = 0; v < V; v++) logits[v] = (float)row[v];
-        int id = sample_token(logits, V, opts->temperature, opts->top_p, u, work);
-        if (id < 0) result = -1;
-        if (id < 0 || id == tokenizer->eos || id == model->config.eos_id) break;
-        int n_bytes = tokenizer_decode(tokenizer, text, sizeof text, (uint32_t)id);
+        Stage *last = model_forward(model, tokens, NULL, 1, n, &cache, NULL, NULL, stream);
+        const floatX *normed = last->normed + (size_t)(n - 1) * (size_t)C;
+        result = draw_tokens(&id, last, normed, 1, &u, opts->temperature, opts->top_p, &sampler, stream);
+        if (result != 0 || (int)id == tokenizer->eos || (int)id == model->config.eos_id) break;
+        int n_bytes = tokenizer_decode(tokenizer, text, sizeof text, id);
         fwrite(text, 1, n_bytes <= (int)sizeof text ? (size_t)n_bytes : 0, out);
         fflush(out);
-        tokens[0] = (uint32_t)id, n = 1;
+        tokens[0] = id, n = 1;
     }
     device_free(cache.rows);
-    free(row);
-    free(logits);
-    free(work);
+    sampler_free(&sampler);
     free(tokens);
     return result;
+}
+
+// --- Multiple choice
+
+// Inputs and targets of rows that are computed together, padded to the first one's length, which is the longest. Their
+// outputs that count are gathered one after the other: from[i] is the row of number i, targets[i] its target. Returns
+// how many.
+static int quiz_batch(const Quiz *quiz, const QuizRow *rows, int B, uint32_t *tokens, int *from, int32_t *targets) {
+    int T = rows[0].n, n = 0;
+    for (int b = 0; b < B; b++) {
+        const Choice *choice = &quiz->choices[rows[b].choice];
+        const uint32_t *own = quiz->tokens + choice->first;
+        for (int t = 0; t < T; t++) tokens[b * T + t] = t < rows[b].n ? own[t] : own[0];
+        for (int t = rows[b].n - choice->scored; t < rows[b].n; t++) {
+            from[n] = b * T + t;
+            targets[n++] = (int32_t)own[t + 1];
+        }
+    }
+    return n;
+}
+
+// Log-likelihoods of B choices from their rows' outputs; losses: room for as many as there are targets, n of them.
+static int quiz_take(Quiz *quiz, const QuizRow *rows, int B, Stage *last, const int *from, const int32_t *targets,
+                     int n, float *losses, Stream *stream) {
+    size_t C = (size_t)last->config.channels;
+    for (int i = 0; i < n; i++) // forward only: what is read has not been written yet
+        if (from[i] != i) device_copy(last->normed + i * C, last->normed + from[i] * C, sizeof(floatX) * C, stream);
+    head_loss(last, targets, n, 0, 0.0f, 0, stream);
+    device_copy(losses, last->losses, sizeof(float) * (size_t)n, stream);
+    stage_take_loss(last, stream);
+    if (stream_check(stream)) return -1;
+    for (int b = 0, at = 0; b < B; b++) {
+        Choice *choice = &quiz->choices[rows[b].choice];
+        choice->logprob = 0.0;
+        for (int i = 0; i < choice->scored; i++) choice->logprob -= (double)losses[at++];
+        if (!isfinite(choice->logprob)) return error_set("--eval-choices: a loss is not finite; see --check-weights");
+    }
+    return 0;
+}
+
+// The log-likelihood of every choice, as many at once as the model's rows hold.
+static int quiz_answer(Quiz *quiz, Stage *model, Stream *stream) {
+    int N = model->max_B * model->max_T, result = 0;
+    QuizRow *rows = quiz_rows(quiz);
+    uint32_t *tokens = (uint32_t *)device_host_alloc(sizeof(uint32_t) * (size_t)N);
+    int32_t *targets = (int32_t *)device_host_alloc(sizeof(int32_t) * (size_t)N);
+    int *from = (int *)malloc(sizeof(int) * (size_t)N);
+    float *losses = (float *)malloc(sizeof(float) * (size_t)N);
+    if (rows == NULL || tokens == NULL || targets == NULL || from == NULL || losses == NULL)
+        result = error_set("out of memory for the questions");
+    model_round(model, stream);
+    for (int64_t c = 0; c < quiz->n_choices && result == 0;) {
+        int T = rows[c].n, B = N / T < quiz->n_choices - c ? N / T : (int)(quiz->n_choices - c);
+        int n = quiz_batch(quiz, rows + c, B, tokens, from, targets);
+        Stage *last = model_forward(model, tokens, NULL, B, T, NULL, NULL, NULL, stream);
+        result = quiz_take(quiz, rows + c, B, last, from, targets, n, losses, stream);
+        c += B;
+    }
+    free(rows);
+    device_host_free(tokens);
+    device_host_free(targets);
+    free(from);
+    free(losses);
+    return result;
+}
+
+// --- Answers to a file of prompts, several at once: each has a cache of its own, and when one ends the next prompt
+// takes its place.
+
+// An answer on its way.
+typedef struct {
+    int64_t line; // which one
+    char *text;   // so far
+    int64_t length, room;
+    int n_tokens;
+    uint32_t next; // the last token, not yet seen by the model
+} Answer;
+
+typedef struct {
+    json_t **lines; // (n) those of the file; "output" joins when it is there
+    int64_t n, next, written, n_cut;
+    const Tokenizer *tokenizer;
+    ChatFormat chat; // of prompts that are conversations
+    int end_id;      // the config's, -1: none
+    const Options *opts;
+    float temperature;
+    int T_max;
+    uint32_t *tokens; // (T_max) of a prompt
+    Sampler sampler;
+    Answer *answers; // (slots) of which `active` are at work
+    KvCache *caches; // (slots)
+    int slots, active;
+    FileWriter writer;
+} Answering;
+
+// text (n) as a JSON string, with what is no UTF-8 replaced by U+FFFD; NULL when out of memory.
+static json_t *text_to_json(const char *text, int64_t n) {
+    char *clean = (char *)malloc((size_t)n * 3 + 1);
+    size_t out = 0;
+    if (clean == NULL) return NULL;
+    for (int64_t i = 0; i < n;) {
+        int length = utf8_length((const unsigned char *)text + i, (size_t)(n - i));
+        memcpy(clean + out, length > 0 ? text + i : "\xEF\xBF\xBD", length > 0 ? (size_t)length : 3);
+        out += length > 0 ? (size_t)length : 3, i += length > 0 ? length : 1;
+    }
+    json_t *json = json_stringn(clean, out);
+    free(clean);
+    return json;
+}
+
+// Cuts the answer before the first of the --stop texts, which must end in its last n_new bytes. 1 if there is one.
+static int answer_stops(Answer *answer, const TextList *stops, int64_t n_new) {
+    int64_t first = answer->length;
+    for (int i = 0; i < stops->n; i++) {
+        int64_t size = (int64_t)strlen(stops->item[i]), at = answer->length - n_new - size + 1;
+        for (at = at > 0 ? at : 0; size > 0 && at + size <= answer->length; at++)
+            if (at < first && memcmp(answer->text + at, stops->item[i], (size_t)size) == 0) first = at;
+    }
+    int found = first < answer->length;
+    answer->length = first;
+    return found;
+}
+
+// Takes the next token of an answer. 1 if it ends with it, 0 if not, -1 when out of memory.
+static int answer_take(Answering *a, Answer *answer, const KvCache *cache, uint32_t id) {
+    const int ends[] = {a->tokenizer->eos, a->end_id, a->chat.id.eot, a->chat.id.im_end};
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
+        if ((int)id == ends[i]) return 1;
+    int n_bytes = tokenizer_decode(a->tokenizer, NULL, 0, id);
+    void *text = grown(answer->text, &answer->room, answer->length + n_bytes + 1, 1);
+    if (text == NULL) return error_set("out of memory for an answer");
+    answer->text = (char *)text;
+    tokenizer_decode(a->tokenizer, answer->text + answer->length, n_bytes, id);
+    answer->length += n_bytes, answer->next = id;
+    if (answer_stops(answer, &a->opts->stop, n_bytes)) return 1;
+    return ++answer->n_tokens == a->opts->max_tokens || cache->used == a->T_max;
+}
+
+// The place in its answer's distribution from which a token is drawn; that of the first line as generate() has it.
+static float answer_uniform(const Answering *a, const Answer *answer) {
+    uint64_t index = (uint64_t)answer->line << 24 | (uint64_t)answer->n_tokens;
+    return rand_uniform((uint64_t)a->opts->seed, RAND_SAMPLE, index);
+}
+
+// Appends the tokens of a line's prompt as the model's texts begin, or of a conversation up to where the answer begins.
+static int stream_put_prompt(TokenStream *stream, const Answering *a, const json_t *line) {
+    const json_t *prompt = json_object_get(line, "prompt"), *messages = sample_field(line, "messages");
+    const Tokenizer *tokenizer = a->tokenizer;
+    int64_t length = (int64_t)json_string_length(prompt);
+    int begin = tokenizer->bos >= 0 ? tokenizer->bos : tokenizer->eos;
+    if (messages != NULL) return chat_put_prompt(stream, &a->chat, messages);
+    return stream_put(stream, tokenizer_adds_bos(tokenizer) || length == 0 ? begin : -1, 0) ||
+           stream_put_text(stream, tokenizer, json_string_value(prompt), length, 0);
+}
+
+// Tokens of a line's prompt; one that leaves too little room for an answer loses its left, but not the token that
+// begins a text. Returns how many, or -1.
+static int answer_prompt(Answering *a, int64_t line) {
+    TokenStream prompt;
+    int64_t room = a->T_max - a->opts->max_tokens;
+    stream_init(&prompt);
+    int result = stream_put_prompt(&prompt, a, a->lines[line]);
+    int64_t n = prompt.n, begun = n > 0 && (prompt.tokens[0] & ~TOKEN_NO_LOSS) == (uint32_t)a->tokenizer->bos;
+    if (room < a->T_max / 2) room = a->T_max / 2;
+    int64_t kept = n < room ? n : room;
+    for (int64_t i = 0; i < kept && result == 0; i++)
+        a->tokens[i] = prompt.tokens[i < begun ? i : n - kept + i] & ~TOKEN_NO_LOSS;
+    a->n_cut += kept < n;
+    stream_free(&prompt);
+    return result != 0 ? -1 : (int)kept;
+}
+
+// What is wrong with a line, NULL if nothing is.
+static const char *prompt_fault(const json_t *line, const Tokenizer *tokenizer) {
+    const json_t *prompt = json_object_get(line, "prompt");
+    if (sample_field(line, "messages") != NULL)
+        return sample_is_empty(line, SAMPLE_MESSAGES) ? "its \"messages\" are empty"
+                                                      : sample_fault(line, SAMPLE_MESSAGES);
+    if (!json_is_string(prompt)) return "no \"prompt\" string and no \"messages\" in it";
+    if (json_string_length(prompt) == 0 && tokenizer->bos < 0 && tokenizer->eos < 0)
+        return "the prompt is empty, and this model has no token that begins a text";
+    return NULL;
+}
+
+// Writes the finished answers that are next in the file's order.
+static int answers_write(Answering *a) {
+    while (a->written < a->n && json_object_get(a->lines[a->written], "output") != NULL) {
+        if (json_write_line(&a->writer, a->lines[a->written])) return -1;
+        a->lines[a->written++] = NULL;
+    }
+    return 0;
+}
+
+// Puts an answer that has ended into its line, and the last one at work into its place.
+static int answer_end(Answering *a, int slot) {
+    Answer *answer = &a->answers[slot], *last = &a->answers[a->active - 1], ended = *answer;
+    json_t *output = text_to_json(answer->text, answer->length);
+    if (output == NULL || json_object_set_new(a->lines[answer->line], "output", output) != 0)
+        return error_set("out of memory for an answer");
+    KvCache cache = a->caches[slot];
+    *answer = *last, a->caches[slot] = a->caches[a->active - 1];
+    *last = ended, a->caches[a->active - 1] = cache; // its text and its cache are used again
+    a->active--;
+    return answers_write(a);
+}
+
+// Begins the answers to further prompts while there are slots.
+static int answers_begin(Answering *a, Stage *model, Stream *stream) {
+    int C = model->config.channels;
+    while (a->active < a->slots && a->next < a->n) {
+        Answer *answer = &a->answers[a->active];
+        KvCache *cache = &a->caches[a->active];
+        uint32_t id;
+        answer->line = a->next, answer->length = 0, answer->n_tokens = 0, cache->used = 0;
+        int n = answer_prompt(a, a->next++);
+        if (n < 0) return -1;
+        Stage *last = model_forward(model, a->tokens, NULL, 1, n, cache, NULL, NULL, stream);
+        float u = answer_uniform(a, answer);
+        const floatX *normed = last->normed + (size_t)(n - 1) * (size_t)C;
+        if (draw_tokens(&id, last, normed, 1, &u, a->temperature, a->opts->top_p, &a->sampler, stream)) return -1;
+        a->active++;
+        int ends = answer_take(a, answer, cache, id);
+        if (ends < 0 || (ends && answer_end(a, a->active - 1))) return -1;
+    }
+    return 0;
+}
+
+// One more token of every answer at work.
+static int answers_step(Answering *a, Stage *model, uint32_t *ids, float *u, Stream *stream) {
+    int n = a->active;
+    for (int i = 0; i < n; i++) ids[i] = a->answers[i].next, u[i] = answer_uniform(a, &a->answers[i]);
+    Stage *last = model_forward(model, ids, NULL, n, 1, a->caches, NULL, NULL, stream);
+    if (draw_tokens(ids, last, last->normed, n, u, a->temperature, a->opts->top_p, &a->sampler, stream)) return -1;
+    for (int i = n - 1; i >= 0; i--) { // from the end: who has ended changes places with one that has been looked at
+        int ends = answer_take(a, &a->answers[i], &a->caches[i], ids[i]);
+        if (ends < 0 || (ends && answer_end(a, i))) return -1;
+    }
+    return 0;
+}
+
+// Reads the prompts.
+static int answers_read(Answering *a, const char *path) {
+    FileMap map;
+    JsonLines lines;
+    json_t *json = NULL;
+    int got = 0, result = 0;
+    int64_t room = 0;
+    if (tokenizer_takes_text(a->tokenizer, path) || file_map(&map, path)) return -1;
+    jsonl_begin(&lines, path, (const char *)map.data, map.size);
+    while (result == 0 && (got = jsonl_next(&lines, &json)) > 0) {
+        void *list = grown(a->lines, &room, a->n + 1, sizeof *a->lines);
+        if (list != NULL) a->lines = (json_t **)list;
+        if (list == NULL)
+            result = error_set("out of memory for the prompts");
+        else if (prompt_fault(json, a->tokenizer) != NULL)
+            result = line_error(&lines, prompt_fault(json, a->tokenizer));
+        json_object_del(json, "output"); // an older answer, or a reference one
+        if (result != 0)
+            json_decref(json);
+        else
+            a->lines[a->n++] = json;
+    }
+    if (result == 0 && got < 0) result = -1;
+    if (result == 0 && a->n == 0) result = error_set("%s: there are no prompts in it", path);
+    jsonl_end(&lines);
+    file_unmap(&map);
+    return result;
+}
+
+// Memory for `slots` answers at once.
+static int answers_alloc(Answering *a, const Stage *model, int slots) {
+    int context = config_context(&model->config);
+    a->T_max = model->max_T < context ? model->max_T : context, a->end_id = model->config.eos_id;
+    if (a->T_max < 2) return error_set("--eval-generate: --seq %d leaves no room for an answer", a->T_max);
+    a->slots = a->n < slots ? (int)a->n : slots;
+    a->tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)a->T_max);
+    a->answers = (Answer *)calloc((size_t)a->slots, sizeof(Answer));
+    a->caches = (KvCache *)calloc((size_t)a->slots, sizeof(KvCache));
+    if (a->tokens == NULL || a->answers == NULL || a->caches == NULL) return error_set("out of memory for generation");
+    for (int i = 0; i < a->slots; i++)
+        if (kv_cache_alloc(&a->caches[i], &model->config, a->T_max)) return -1;
+    return sampler_alloc(&a->sampler, model->config.vocab);
+}
+
+static void answers_free(Answering *a) {
+    for (int i = 0; a->caches != NULL && i < a->slots; i++) device_free(a->caches[i].rows);
+    for (int i = 0; a->answers != NULL && i < a->slots; i++) free(a->answers[i].text);
+    for (int64_t i = 0; i < a->n; i++) json_decref(a->lines[i]);
+    free(a->lines);
+    free(a->tokens);
+    free(a->answers);
+    free(a->caches);
+    sampler_free(&a->sampler);
+}
+
+// Answers all prompts into the writer, which is open. The model must hold max(slots, context) rows.
+static int answers_make(Answering *a, Stage *model, Stream *stream) {
+    uint32_t *ids = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)a->slots);
+    float *u = (float *)malloc(sizeof(float) * (size_t)a->slots);
+    int result = ids != NULL && u != NULL ? 0 : error_set("out of memory for generation");
+    model_round(model, stream);
+    while (result == 0 && (a->active > 0 || a->next < a->n)) {
+        result = answers_begin(a, model, stream);
+        if (result == 0 && a->active > 0) result = answers_step(a, model, ids, u, stream);
+    }
+    free(ids);
+    free(u);
+    return result;
+}
+
+// --- Pruning
+
+// Sets the share of a tensor's values that are the smallest to zero, through staging; returns how many.
+static int64_t tensor_prune(const Stage *stage, const Tensor *tensor, double share, PruneSearch *search) {
+    int64_t k = prune_share(tensor->n, share);
+    float *values = stage->params + tensor->offset;
+    if (k == 0) return 0;
+    prune_begin(search, k);
+    for (int pass = 0; pass < 3; pass++) { // two to find the threshold, one to apply it
+        for (int64_t at = 0; at < tensor->n; at += STAGING) {
+            int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
+            device_copy(stage->staging, values + at, sizeof(float) * (size_t)n, stage->stream);
+            if (pass < 2) {
+                prune_look(search, stage->staging, n);
+            } else {
+                prune_apply(search, stage->staging, n);
+                device_copy(values + at, stage->staging, sizeof(float) * (size_t)n, stage->stream);
+            }
+        }
+        if (pass < 2) prune_pass_end(search);
+    }
+    return k;
+}
+
+// The same for each matrix of the layers; embeddings, norms and head are left alone. *of: the weights of those
+// matrices.
+static int model_prune(Stage *model, double share, int64_t *pruned, int64_t *of) {
+    PruneSearch *search = (PruneSearch *)malloc(sizeof *search);
+    *pruned = *of = 0;
+    if (search == NULL) return error_set("out of memory for pruning");
+    for (Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            if (!stage->tensors[i].block) continue;
+            *pruned += tensor_prune(stage, &stage->tensors[i], share, search);
+            *of += stage->tensors[i].n;
+        }
+    }
+    free(search);
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8018,13 +8430,98 @@ static int print_evaluation(Trainer *trainer) {
     return 0;
 }
 
-typedef enum { ACTION_TRAIN, ACTION_EVAL, ACTION_GENERATE, ACTION_EXPORT, ACTION_SHOW, ACTION_TOKENIZE } Action;
+// Results of a question each, with -o also into a file.
+static int print_choices(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    Quiz quiz;
+    FileWriter writer;
+    int writes = opts->out[0] != '\0';
+    if (quiz_read(&quiz, opts->eval_choices, &trainer->tokenizer, trainer->T)) return -1;
+    int result = writes ? file_writer_open(&writer, opts->out) : 0, opened = writes && result == 0;
+    if (result == 0) result = quiz_answer(&quiz, mesh_model(&trainer->mesh, 0), trainer->stream);
+    if (result == 0 && writes) result = quiz_write(&quiz, &writer);
+    if (opened && file_writer_close(&writer)) result = -1;
+    if (result == 0) {
+        QuizScore score = quiz_score(&quiz);
+        printf("choices: %lld questions, accuracy %.4f +- %.4f, by bytes %.4f +- %.4f, by tokens %.4f +- %.4f",
+               (long long)quiz.n_questions, score.accuracy[NORM_SUM], score.error[NORM_SUM], score.accuracy[NORM_BYTES],
+               score.error[NORM_BYTES], score.accuracy[NORM_TOKENS], score.error[NORM_TOKENS]);
+        if (quiz.n_cut > 0)
+            printf("; %lld of %lld contexts cut at their left to %d tokens", (long long)quiz.n_cut,
+                   (long long)quiz.n_choices, trainer->T);
+        printf("\n");
+    }
+    quiz_free(&quiz);
+    return result;
+}
+
+// Where the answers to prompts go: -o, or NAME.answers.jsonl beside NAME.jsonl.
+static int answers_path(const Options *opts, char *path, size_t size) {
+    const char *given = opts->eval_generate;
+    int stem = (int)strlen(given) - (ends_with(given, ".jsonl") ? 6 : 0);
+    int n = opts->out[0] != '\0' ? snprintf(path, size, "%s", opts->out)
+                                 : snprintf(path, size, "%.*s.answers.jsonl", stem, given);
+    return n < (int)size ? 0 : error_set("--eval-generate: the path is too long");
+}
+
+enum { ANSWERS_AT_ONCE = 16 }; // products of so many rows take bf16 inputs where the CPU has them
+
+static int print_answers(Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    char path[PATH_MAX];
+    Answering a;
+    int at_once = opts->micro_batch > 0 ? opts->micro_batch : ANSWERS_AT_ONCE, result = 0;
+    double start = seconds();
+    memset(&a, 0, sizeof a);
+    a.tokenizer = &trainer->tokenizer, a.opts = opts;
+    a.temperature = is_given(trainer, "temperature") ? opts->temperature : 0.0f;
+    if (at_once > trainer->T) at_once = trainer->T;
+    result =
+        answers_path(opts, path, sizeof path) ||
+        chat_format(&a.chat, (ChatTemplate)opts->chat_template, TRAIN_ON_ALL, chat_tokens(a.tokenizer), a.tokenizer) ||
+        answers_read(&a, opts->eval_generate) || answers_alloc(&a, mesh_model(&trainer->mesh, 0), at_once) ||
+        file_writer_open(&a.writer, path);
+    if (result == 0) {
+        result = answers_make(&a, mesh_model(&trainer->mesh, 0), trainer->stream);
+        if (file_writer_close(&a.writer)) result = -1;
+    }
+    if (result == 0) {
+        printf("answers: %lld prompts in %.1f s to %s", (long long)a.n, seconds() - start, path);
+        if (a.n_cut > 0) printf("; %lld prompts cut at their left", (long long)a.n_cut);
+        printf("\n");
+    }
+    answers_free(&a);
+    return result != 0 ? -1 : 0;
+}
+
+// Prunes as --prune says.
+static int prune(Trainer *trainer) {
+    int64_t pruned, of;
+    double share = (double)trainer->opts.prune;
+    if (share == 0.0) return 0;
+    if (model_prune(mesh_model(&trainer->mesh, 0), share, &pruned, &of)) return -1;
+    printf("pruned: %lld of %lld weights of the layers' matrices\n", (long long)pruned, (long long)of);
+    return 0;
+}
+
+typedef enum {
+    ACTION_TRAIN,
+    ACTION_EVAL,
+    ACTION_CHOICES,
+    ACTION_ANSWERS,
+    ACTION_GENERATE,
+    ACTION_EXPORT,
+    ACTION_SHOW,
+    ACTION_TOKENIZE
+} Action;
+enum { ACTIONS = ACTION_TOKENIZE + 1 };
 
 // What the command line asks for; -1 if that is several things.
 static int choose_action(const Trainer *trainer, Action *action) {
-    static const char *const names[] = {"", "eval", "generate", "export", "show-data", "tokenize"};
+    static const char *const names[ACTIONS] = {"",         "eval",   "eval-choices", "eval-generate",
+                                               "generate", "export", "show-data",    "tokenize"};
     *action = ACTION_TRAIN;
-    for (int i = 1; i < 6; i++) {
+    for (int i = 1; i < ACTIONS; i++) {
         if (!is_given(trainer, names[i]) || (i == ACTION_EVAL && !trainer->opts.eval)) continue;
         if (i == ACTION_SHOW && trainer->opts.show_data == 0) continue;
         if (*action != ACTION_TRAIN) return error_set("--%s and --%s: one at a time", names[*action], names[i]);
@@ -8032,6 +8529,9 @@ static int choose_action(const Trainer *trainer, Action *action) {
     }
     if (trainer->opts.resume && *action != ACTION_TRAIN) return error_set("--resume goes with training only");
     if (trainer->opts.eval_masked && *action != ACTION_EVAL) return error_set("--eval-masked goes with --eval");
+    if (trainer->opts.stop.n > 0 && *action != ACTION_ANSWERS) return error_set("--stop goes with --eval-generate");
+    if (trainer->opts.prune > 0.0f && *action == ACTION_TRAIN)
+        return error_set("--prune goes with --eval, --eval-choices, --eval-generate, --generate and --export");
     return 0;
 }
 
@@ -8039,7 +8539,7 @@ static int choose_action(const Trainer *trainer, Action *action) {
 static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
     int64_t wanted = (int64_t)strlen(trainer->opts.generate) + 1 + trainer->opts.max_tokens;
     int context = config_context(&trainer->config);
-    *B = action == ACTION_TRAIN || action == ACTION_EVAL ? trainer->B : 1;
+    *B = action == ACTION_TRAIN || action == ACTION_EVAL || action == ACTION_CHOICES ? trainer->B : 1;
     *T = action == ACTION_EXPORT     ? 1
          : action != ACTION_GENERATE ? trainer->T
          : wanted < context          ? (int)wanted
@@ -9976,10 +10476,13 @@ static int run_program(Trainer *trainer) {
     } else if (result == 0) {
         result = load(trainer, &file);
         model_file_close(&file);
+        if (result == 0) result = prune(trainer);
         if (result == 0) {
             switch (action) {
             case ACTION_TRAIN: result = train(trainer, resume); break;
             case ACTION_EVAL: result = print_evaluation(trainer); break;
+            case ACTION_CHOICES: result = print_choices(trainer); break;
+            case ACTION_ANSWERS: result = print_answers(trainer); break;
             case ACTION_GENERATE: result = print_generation(trainer); break;
             case ACTION_EXPORT: result = export_model(trainer); break;
             default: break; // done before weights are loaded

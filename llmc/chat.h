@@ -211,6 +211,20 @@ static inline int chat_put_messages(TokenStream *stream, const ChatFormat *f, co
     return 0;
 }
 
+// Appends a conversation and what precedes an assistant's answer to it. Not 0: out of memory.
+static inline int chat_put_prompt(TokenStream *stream, const ChatFormat *f, const json_t *messages) {
+    static const char role[] = "assistant";
+    const ChatTokens *id = &f->id;
+    const char *head = f->kind == CHAT_LLAMA3 ? "\n\n" : f->kind == CHAT_CHATML ? "assistant\n" : "assistant: ";
+    if (chat_put_messages(stream, f, messages)) return -1;
+    if (f->kind == CHAT_LLAMA3 &&
+        (stream_put(stream, id->header_begin, 0) || stream_put_text(stream, f->tokenizer, role, sizeof role - 1, 0) ||
+         stream_put(stream, id->header_end, 0)))
+        return -1;
+    if (f->kind == CHAT_CHATML && stream_put(stream, id->im_start, 0)) return -1;
+    return stream_put_text(stream, f->tokenizer, head, (int64_t)strlen(head), 0);
+}
+
 // Appends BOS text EOS as a document. BOS is a target too where documents follow each other.
 static inline int stream_put_document(TokenStream *stream, const ChatTokens *id, const Tokenizer *tokenizer,
                                       const char *text, int64_t n) {
