@@ -2044,7 +2044,7 @@ static void test_resume(void) {
     check_run(0, NULL, "-o @/half0 --resume", "is complete: 12 of 12");
     check_run(0, NULL, "-o @/half0 --resume -n 14", "--steps differs from the run's");
     check_run(1, NULL, "-o @/half0 --resume -n 20 -t 8", "--seq differs from the run's");
-    check_run(1, NULL, "-o @/half0 --resume -n 20 -d @/whole0/log.jsonl", "no \"text\" string");
+    check_run(1, NULL, "-o @/half0 --resume -n 20 -d @/whole0/log.jsonl", "there is no \"text\"");
     check_run(1, NULL, SMALL "-n 12 -o @/half0", "already holds a run");
     check_run(1, NULL, "--resume -o @/nowhere", "holds no run");
     FILE *file = fopen(scratch_path("corpus.jsonl"), "a");
