@@ -426,6 +426,10 @@ static void test_families_refused(void) {
         {"smollm3_interval", "\"no_rope_layer_interval\": 2", "\"no_rope_layer_interval\": 0",
          "no_rope_layer_interval is 0"},
         {"smollm3", "\"tie_word_embeddings\": true,", "", NULL}, // its default
+        {"qwen2", "\"use_sliding_window\": false", "\"use_sliding_window\": false, \"use_mrope\": false", NULL},
+        {"qwen2", "\"use_sliding_window\": false", "\"use_sliding_window\": false, \"use_mrope\": true",
+         "config key 'use_mrope' is true"},
+        {"qwen2", "\"sliding_window\": null", "\"sliding_window\": 8", NULL}, // not used
         {"qwen2", "\"tie_word_embeddings\": true,", "", "tensor lm_head.weight is missing"},
         {"qwen2", "\"model_type\": \"qwen2\"", "\"model_type\": \"llama\"",
          "bias is not part of a Llama of this config"},

@@ -125,7 +125,7 @@ static const FamilyKey family_keys[] = {
     // variants of the layer
     {"attention_bias", EVERY_FAMILY, KEY_OFF}, {"mlp_bias", EVERY_FAMILY, KEY_OFF},
     {"clip_qkv", EVERY_FAMILY, KEY_NULL}, {"partial_rotary_factor", EVERY_FAMILY, KEY_ONE},
-    {"rope_interleaved", EVERY_FAMILY, KEY_OFF}, {"qk_layernorm", EVERY_FAMILY, KEY_OFF},
+    {"rope_interleaved", EVERY_FAMILY, KEY_OFF}, {"use_mrope", EVERY_FAMILY, KEY_OFF}, {"qk_layernorm", EVERY_FAMILY, KEY_OFF},
     {"use_qk_norm", EVERY_FAMILY, KEY_OFF}, {"quantization_config", EVERY_FAMILY, KEY_NULL},
     {"auto_map", EVERY_FAMILY, KEY_NULL}, {"pretraining_tp", EVERY_FAMILY, KEY_ONE},
     {"is_encoder_decoder", EVERY_FAMILY, KEY_OFF}, {"add_cross_attention", EVERY_FAMILY, KEY_OFF},
