@@ -24,7 +24,7 @@
 
 #define CLI_TEXT    512 // bytes of a text option
 #define CLI_ITEMS   256 // items of a list option
-#define CLI_OPTIONS 96  // options of a table
+#define CLI_OPTIONS 128 // options of a table
 #define CLI_COLUMN  39  // where help texts begin
 
 typedef enum {
