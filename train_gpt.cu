@@ -372,14 +372,15 @@ typedef struct Stage {
     // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
     int max_B, max_T, slots, recompute, training, n_moments;
     int meets;     // keeps the state of outer steps
+    int borrows;   // with --recompute: what is needed only while it computes is the stream's, for all cells in turn
     int unrounded; // keeps no bf16 copy of its weights: other cells need the memory
     void *acts_arena;
-    int64_t acts_bytes;
-    LayerActs *acts; // (slots, n_layers)
-    floatX *last;    // (N, C) output of the last layer
-    floatX *normed;  // (N, C)
-    float *rstd;     // (N)
-    floatX *logits;  // (chunk, V)
+    int64_t acts_bytes, turn_bytes; // of its own; borrowed
+    LayerActs *acts;                // (slots, n_layers)
+    floatX *last;                   // (N, C) output of the last layer
+    floatX *normed;                 // (N, C)
+    float *rstd;                    // (N)
+    floatX *logits;                 // (chunk, V)
     int logits_rows;
     Grads d;
     float *losses;      // (N)
@@ -397,6 +398,10 @@ typedef struct Stage {
 #else
 #define STAGING ((int64_t)1 << 20)
 #endif
+
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
 
 static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
@@ -569,12 +574,13 @@ static int logits_chunk(const Config *config, int64_t N) {
 typedef struct {
     char *base;
     int64_t used;
+    int is_shared; // others lay it out otherwise: gaps are no forbidden ground
 } Carver;
 
 static void *carve(Carver *carver, int64_t n, size_t size) {
     char *piece = carver->base != NULL ? carver->base + carver->used : NULL;
     int64_t n_bytes = n * (int64_t)size, taken = round_up(n_bytes, DEVICE_ALIGN) + DEVICE_GAP;
-    if (piece != NULL) device_forbid(piece + n_bytes, (size_t)(taken - n_bytes));
+    if (piece != NULL && !carver->is_shared) device_forbid(piece + n_bytes, (size_t)(taken - n_bytes));
     carver->used += taken;
     return piece;
 }
@@ -602,18 +608,42 @@ static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int
     acts->rstd2 = carve_f(carver, N);
 }
 
+// Lays out (base != NULL) or counts what a stage that borrows needs while it computes; returns bytes.
+static int64_t stage_carve_turn(Stage *stage, void *base) {
+    int64_t N = (int64_t)stage->max_B * stage->max_T, F = stage->config.ffn;
+    Carver carver = {(char *)base, 0, 1};
+    LayerActs shared;
+    carve_layer(&carver, &shared, stage, N);
+    for (int i = 0; i < stage->slots * stage->n_layers; i++) {
+        shared.x = stage->acts[i].x;
+        stage->acts[i] = shared;
+    }
+    stage->d.dhidden = carve_x(&carver, N * larger(F, stage->A));
+    stage->d.dwide = carve_x(&carver, N * larger(2 * F, stage->QKV));
+    return carver.used;
+}
+
+// Before a stage that borrows computes: the stream's memory is its own. -1: there is none, the stream fails.
+static int stage_borrow(Stage *stage, Stream *stream) {
+    if (!stage->borrows) return 0;
+    void *memory = scratch_get(&stream->scratch[SCRATCH_TURN], (size_t)stage_carve_turn(stage, NULL));
+    if (memory == NULL) return stream->failed = 1, -1;
+    stage_carve_turn(stage, memory);
+    return 0;
+}
+
 // Lays out (base != NULL) or counts the activations; returns bytes. One set of a layer's inner activations is enough
 // for inference and for --recompute.
 static int64_t stage_carve(Stage *stage, void *base) {
     const Config *config = &stage->config;
     int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels, F = config->ffn;
     int shared = stage->recompute || !stage->training;
-    Carver carver = {(char *)base, 0};
+    Carver carver = {(char *)base, 0, 0};
     for (int i = 0; i < stage->slots * stage->n_layers; i++) {
         LayerActs *acts = &stage->acts[i];
-        if (i == 0 || !shared)
+        if (!stage->borrows && (i == 0 || !shared))
             carve_layer(&carver, acts, stage, N);
-        else
+        else if (!stage->borrows)
             *acts = stage->acts[0];
         acts->x = i < 2 || stage->training ? carve_x(&carver, N * C) : stage->acts[i - 2].x; // inference: two in turn
     }
@@ -634,14 +664,12 @@ static int64_t stage_carve(Stage *stage, void *base) {
     if (stage->training) {
         stage->d.dx = carve_x(&carver, N * C);
         stage->d.dnorm = carve_x(&carver, N * C);
+    }
+    if (stage->training && !stage->borrows) {
         stage->d.dhidden = carve_x(&carver, N * (F > stage->A ? F : stage->A));
         stage->d.dwide = carve_x(&carver, N * (2 * F > stage->QKV ? 2 * F : stage->QKV));
     }
     return carver.used;
-}
-
-static int64_t larger(int64_t a, int64_t b) {
-    return a > b ? a : b;
 }
 
 // Floats of the bases of the table's first n_tensors tensors.
@@ -749,7 +777,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     }
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
-    bytes.scratch += 4 * wide_floats(stage);
+    bytes.scratch += 4 * wide_floats(stage) + stage->turn_bytes;
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
         stage->param_store == STORE_FP32 && leaves_room(stage_bytes_sum(&bytes) + stage->param_bytes / 2))
         bytes.rounded = stage->param_bytes / 2;
@@ -766,6 +794,7 @@ static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     stage->acts = (LayerActs *)calloc(n, sizeof(LayerActs));
     if (stage->acts == NULL) return error_set("out of memory for %zu layers", n);
     stage->acts_bytes = stage_carve(stage, NULL);
+    stage->turn_bytes = stage->borrows ? stage_carve_turn(stage, NULL) : 0;
     return 0;
 }
 
@@ -1251,6 +1280,7 @@ static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, int B,
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
+    if (stage_borrow(stage, stream)) return;
     rope_positions(stage->positions, N, T, cache != NULL ? cache->used : 0, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
@@ -1331,6 +1361,7 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, cons
     const Config *config = &stage->config;
     int N = B * T, C = config->channels, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
+    if (stage_borrow(stage, stream)) return;
     if (stage->has_head) {
         device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
         rmsnorm_backward(stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->p.norm, stage->rstd, N, C,
@@ -1339,7 +1370,7 @@ static void stage_backward(Stage *stage, int slot, int B, int T, int first, cons
     }
     rope_positions(stage->positions, N, T, 0, stream);
     for (int l = L - 1; l >= 0; l--) {
-        if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
+        if (stage->recompute && (stage->borrows || stage->slots > 1 || l + 1 < L)) // the last one's are still there
             layer_forward(stage, &acts[l], &stage->p.layers[l], NULL, stage->first_layer + l, B, T, NULL, stream);
         layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, B, T, first, stream);
         grads_done(hook, stage->has_embed + TENSORS_PER_LAYER * l, stage->has_embed + TENSORS_PER_LAYER * (l + 1));
@@ -1936,9 +1967,12 @@ static int mesh_runs_ahead(const Mesh *mesh) {
 // and stash are set before; an asynchronous step is one micro-batch.
 static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
     int n_micro = training ? (batch + micro_batch - 1) / micro_batch : 1;
+    Cell *first = mesh_next(mesh, NULL);
+    int many = first != NULL && mesh_next(mesh, first) != NULL; // cells of this process
     mesh->micro_batch = micro_batch;
     for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
+        cell->stage.borrows = training && recompute && many;
         int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
@@ -8065,13 +8099,12 @@ static double guess_seconds(const Trainer *trainer) {
 // changes results, the least first.
 typedef enum { PICK_MICRO_BATCH, PICK_RECOMPUTE, PICK_BF16, PICK_PARAMS, PICK_GRADS, PICK_INT8, PICK_RANK, PICKS } Pick;
 
-// Makes a pick and appends it to text. 0: the user has decided, or there is nothing to pick.
-static int pick_one(Trainer *trainer, Pick pick, char *text, size_t size) {
+// Makes a pick. 0: the user has decided, or there is nothing to pick.
+static int pick_one(Trainer *trainer, Pick pick) {
     static const char *const names[PICKS] = {"micro-batch", "recompute",       "optimizer-dtype", "param-dtype",
                                              "grad-dtype",  "optimizer-dtype", "anchor-rank"};
     Options *opts = &trainer->opts;
-    size_t used = strlen(text);
-    int rank = (int)larger(trainer->config.channels / 16, 1), value = 1;
+    int rank = (int)larger(trainer->config.channels / 16, 1);
     if (is_given(trainer, names[pick])) return 0;
     if (pick == PICK_MICRO_BATCH && (trainer->B == 1 || opts->schedule == SCHEDULE_ASYNC)) return 0;
     if (pick == PICK_RECOMPUTE && (opts->recompute || opts->no_stash)) return 0;
@@ -8083,31 +8116,43 @@ static int pick_one(Trainer *trainer, Pick pick, char *text, size_t size) {
     case PICK_PARAMS: opts->param_dtype = STORE_BF16; break;
     case PICK_GRADS: opts->grad_dtype = STORE_BF16; break;
     case PICK_INT8: opts->optimizer_dtype = STORE_INT8; break;
-    default: trainer->anchor.rank = opts->anchor_rank = value = rank; break;
+    default: trainer->anchor.rank = opts->anchor_rank = rank; break;
     }
-    if (pick == PICK_MICRO_BATCH || pick == PICK_RANK)
-        snprintf(text + used, size - used, ", --%s %d", names[pick], value);
-    else if (pick == PICK_RECOMPUTE)
-        snprintf(text + used, size - used, ", --recompute");
-    else
-        snprintf(text + used, size - used, ", --%s %s", names[pick], pick == PICK_INT8 ? "int8" : "bf16");
     if (wants_floats(trainer) == NULL) return 1;
     opts->optimizer_dtype = opts->param_dtype = opts->grad_dtype = STORE_FP32; // none was given, else it were refused
-    text[used] = '\0';
     return 0;
 }
 
 // Makes picks until the plan fits into `room` bytes; 1 if it does. What was needed before comes to *before.
-static int pick_memory(Trainer *trainer, int64_t room, char *text, size_t size, int64_t *before) {
+static int pick_memory(Trainer *trainer, int64_t room, int64_t *before) {
     MeshBytes bytes = mesh_bytes(trainer);
     int64_t needed = *before = mesh_bytes_device(&bytes);
     for (int pick = 0; pick < PICKS && needed > room; pick++) {
-        if (!pick_one(trainer, (Pick)pick, text, size)) continue;
+        if (!pick_one(trainer, (Pick)pick)) continue;
         if (plan_mesh(trainer, trainer->B, trainer->T, 1)) return -1;
         bytes = mesh_bytes(trainer);
         needed = mesh_bytes_device(&bytes);
     }
     return needed <= room;
+}
+
+// Says which options have been picked, as they would be given. Returns how many.
+static int print_picks(const Options *before, const Options *now) {
+    int n = 0;
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option *option = &option_table[i];
+        int was, is;
+        char value[16];
+        if (option->type != OPTION_INT && option->type != OPTION_FLAG && option->type != OPTION_CHOICE) continue;
+        memcpy(&was, (const char *)before + option->offset, sizeof was);
+        memcpy(&is, (const char *)now + option->offset, sizeof is);
+        if (was == is) continue;
+        printf("%s --%s", n++ == 0 ? "picked:" : ",", option->name);
+        if (option->type == OPTION_CHOICE) cli_choice_name(value, sizeof value, option->choices, is);
+        if (option->type == OPTION_INT) snprintf(value, sizeof value, "%d", is);
+        if (option->type != OPTION_FLAG) printf(" %s", value);
+    }
+    return n;
 }
 
 // The batch and what else the user has left open, so that a run of this process alone fits into `room` bytes and, on a
@@ -8117,27 +8162,25 @@ static int pick_settings(Trainer *trainer, int64_t room) {
     Options *opts = &trainer->opts, before = *opts;
     int64_t needed;
     int B = trainer->B, rank = trainer->anchor.rank;
-    char text[256] = "";
     if (is_node(trainer) || is_host(opts) || opts->resume) return 0;
-    double seconds = guess_seconds(trainer);
+    double of_one = guess_seconds(trainer);
     if (DEVICE_IS_HOST && !is_given(trainer, "batch") && opts->schedule == SCHEDULE_SYNC &&
-        opts->batch * seconds > LONGEST_STEP) {
-        opts->batch = seconds < LONGEST_STEP ? (int)(LONGEST_STEP / seconds) : 1;
+        opts->batch * of_one > LONGEST_STEP) {
+        opts->batch = of_one < LONGEST_STEP ? (int)(LONGEST_STEP / of_one) : 1;
         if (trainer->B > opts->batch) trainer->B = opts->batch;
-        snprintf(text, sizeof text, ", --batch %d (a step takes about %.0f s)", opts->batch, opts->batch * seconds);
         if (plan_mesh(trainer, trainer->B, trainer->T, 1)) return -1;
     }
-    int fits = pick_memory(trainer, room > 0 ? room : INT64_MAX, text, sizeof text, &needed);
+    int fits = pick_memory(trainer, room > 0 ? room : INT64_MAX, &needed);
     if (fits < 0) return -1;
     if (!fits) {
         memcpy(opts, &before, sizeof before);
         trainer->B = B, trainer->anchor.rank = rank;
         return plan_mesh(trainer, B, trainer->T, 1);
     }
-    if (text[0] == '\0') return 0;
-    printf("picked: %s", text + 2);
+    if (print_picks(&before, opts) == 0) return 0;
+    if (opts->batch != before.batch) printf(", for steps of about %.0f s", opts->batch * guess_seconds(trainer));
     if (room > 0 && needed > room)
-        printf("; %.1f GB were needed, %.1f are free", 1e-9 * (double)needed, 1e-9 * (double)room);
+        printf(", where %.1f GB were needed and %.1f are free", 1e-9 * (double)needed, 1e-9 * (double)room);
     printf("; what you give is not changed\n");
     return 0;
 }

@@ -162,8 +162,8 @@ static inline void *scratch_get(Scratch *scratch, size_t n_bytes) {
 // Streams
 
 // Operands; an op's own temporaries; what an optimizer's step passes through; floats of what is kept
-// as something else.
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_COUNT };
+// as something else; activations of cells that compute in turn.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_TURN, SCRATCH_COUNT };
 
 // What an op keeps in a stream between calls (plans, handles), and how it goes when the stream does.
 enum { KEPT_MATMUL, KEPT_LINALG, KEPT_COUNT };

@@ -107,8 +107,8 @@ typedef struct {
 #define MATMUL_SLOTS 1024
 
 // Bf16 operands; an op's own temporaries; what an optimizer's step passes through; floats of what is kept
-// as something else.
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_COUNT };
+// as something else; activations of cells that compute in turn.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_TURN, SCRATCH_COUNT };
 
 // A queue of work and what its ops keep between calls. One thread at a time uses a stream.
 typedef struct Stream {
