@@ -33,6 +33,7 @@
 #include "dev/cuda_tests/rope.h"
 #include "dev/cuda_tests/rotate.h"
 #include "dev/cuda_tests/spectral.h"
+#include "dev/cuda_tests/store.h"
 #include "dev/cuda_tests/swiglu.h"
 #include "dev/cuda_tests/vector.h"
 
@@ -62,6 +63,7 @@ static const struct {
     {"rope", test_cuda_rope},
     {"rotate", test_cuda_rotate},
     {"spectral", test_cuda_spectral},
+    {"store", test_cuda_store},
     {"swiglu", test_cuda_swiglu},
     {"vector", test_cuda_vector},
     // clang-format on

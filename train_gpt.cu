@@ -93,6 +93,7 @@
 #include "llmc/rope.cuh"
 #include "llmc/rotate.cuh"
 #include "llmc/spectral.cuh"
+#include "llmc/store.cuh"
 #include "llmc/swiglu.cuh"
 #include "llmc/vector.cuh"
 #else
@@ -119,6 +120,7 @@
 #include "llmc/rope.h"
 #include "llmc/rotate.h"
 #include "llmc/spectral.h"
+#include "llmc/store.h"
 #include "llmc/swiglu.h"
 #include "llmc/vector.h"
 #endif
@@ -152,6 +154,7 @@ typedef struct {
     TextList stop;
     float prune;
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
+    int optimizer_dtype, param_dtype, grad_dtype;
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
@@ -196,6 +199,9 @@ static const Option option_table[] = {
 { "",   "rotate-every",  OPTION_INT,    FIELD(rotate_every), "10",   1,     1e6,    NULL, "rotate: steps between refreshes of a basis, on average over the stages" },
 { "",   "rotate-max-dim", OPTION_INT,   FIELD(rotate_max_dim), "4096", 1,   65536,  NULL, "rotate: longer sides are not rotated" },
 { "",   "refresh",       OPTION_CHOICE, FIELD(refresh),      "uniform", 0,  0,      refresh_names, "rotate: bases of all stages as often, or as their delay is long, or the reverse (study)" },
+{ "",   "optimizer-dtype", OPTION_CHOICE, FIELD(optimizer_dtype), "fp32", 0, 0,    STORE_NAMES, "how the optimizer's moments are kept; smaller where the memory asks for it and none is given (docs/memory.md)" },
+{ "",   "param-dtype",   OPTION_CHOICE, FIELD(param_dtype),  "fp32", 0,     0,      STORE_HALF_NAMES, "how matrices are kept; bf16: rounded at random, norms stay fp32" },
+{ "",   "grad-dtype",    OPTION_CHOICE, FIELD(grad_dtype),   "fp32", 0,     0,      STORE_HALF_NAMES, "how matrices' gradients are kept, but the embedding's; sums are fp32" },
 { "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "-1",   -1,    0.9999, NULL, "of the optimizer; below 0 = 0.9, 0.99 with nesterov" },
 { "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "of the optimizer" },
 { "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "of the optimizer" },
@@ -285,8 +291,8 @@ enum { SCHEDULE_SYNC, SCHEDULE_ASYNC };
 // ---------------------------------------------------------------------------------------------------------------------
 // Model
 
-// One tensor of the stage. Offsets count floats from the start of an arena; parameters, gradients and both moments are
-// arenas of the same layout.
+// One tensor of the stage. Offsets count floats from the start of an arena. Parameters, gradients and moments may be
+// kept as something smaller (llmc/store_format.h): stage_values says where and how.
 typedef struct {
     char name[80]; // the Hugging Face name
     int64_t shape[2];
@@ -299,10 +305,15 @@ typedef struct {
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
     float init_std;  // 0: all of them `fill`
     float fill;
+    int joined;                // follows the one before without a gap
+    int left_out;              // has no gradient, and no place in arenas but the parameters'
+    int64_t place, grad_place; // bytes to its parameter and its gradient
+    int64_t first_block;       // blocks of STORE_BLOCK values of the tensors before it
 } Tensor;
 
-// Pointers into one arena (parameters or gradients). q, k, v lie one after the other and are multiplied as one matrix,
-// gate and up too. NULL: the family has none.
+// Pointers into the parameters or the gradients. q, k, v lie one after the other and are multiplied as one matrix, gate
+// and up too. NULL: the family has none. Of matrices that are kept as bf16 only stage_weight knows what a pointer is
+// to.
 typedef struct {
     float *attn_norm; // (C)       of what attention takes, or gives
     float *qkv;       // (QKV, C)
@@ -373,12 +384,15 @@ typedef struct Stage {
     Tensor *tensors;
     int n_tensors, per_layer; // per_layer: of one layer
     int64_t arena_floats, n_params;
-    float *params, *grads, *m, *v; // grads, m, v are NULL unless training
-    float *used;                   // the weights at work: params, or an older version of them
-    uint16_t *rounded;             // bf16 copy of those for the products, or NULL
+    int64_t param_bytes, grad_bytes, n_blocks;
+    Store param_store, grad_store, moment_store; // how matrices, their gradients and the moments are kept
+    uint64_t seed;                               // of what is rounded at random
+    float *params, *grads, *m, *v;               // grads, m, v are NULL unless training; floats if the store says so
+    float *used;                                 // the weights at work: params, or an older version of them
+    uint16_t *rounded;                           // bf16 copy of those for the products, or NULL
     // of an asynchronous pipeline: by how many updates forwards are behind, and the versions before params (versions.h)
     int delay;
-    float *versions; // (delay, arena_floats); NULL: delay 0
+    float *versions; // (delay, param_bytes); NULL: delay 0
     // what else the optimizer keeps
     Optimizer optimizer;
     float *delta;             // how weights have moved in an update, averaged; NULL but for PipeMare
@@ -393,14 +407,15 @@ typedef struct Stage {
     // activations for at most max_B sequences of max_T tokens, of `slots` micro-batches in flight
     int max_B, max_T, slots, recompute, training, n_moments;
     int meets;     // keeps the state of outer steps
+    int borrows;   // with --recompute: what is needed only while it computes is the stream's, for all cells in turn
     int unrounded; // keeps no bf16 copy of its weights: other cells need the memory
     void *acts_arena;
-    int64_t acts_bytes;
-    LayerActs *acts; // (slots, n_layers)
-    floatX *last;    // (N, C) output of the last layer
-    floatX *normed;  // (N, C)
-    float *rstd;     // (N)
-    floatX *logits;  // (chunk, V)
+    int64_t acts_bytes, turn_bytes; // of its own; borrowed
+    LayerActs *acts;                // (slots, n_layers)
+    floatX *last;                   // (N, C) output of the last layer
+    floatX *normed;                 // (N, C)
+    float *rstd;                    // (N)
+    floatX *logits;                 // (chunk, V)
     int logits_rows;
     Grads d;
     float *losses;      // (N)
@@ -414,12 +429,16 @@ typedef struct Stage {
     float *staging; // (STAGING) the host's side of copies to and from the arenas
 } Stage;
 
-// Floats moved at once between files and tensor memory; a multiple of 4.
+// Floats moved at once between files and tensor memory; a multiple of STORE_BLOCK.
 #ifdef TESTING
-#define STAGING ((int64_t)1000) // small tensors take several pieces too
+#define STAGING ((int64_t)768) // small tensors take several pieces too
 #else
 #define STAGING ((int64_t)1 << 20)
 #endif
+
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
 
 static int64_t round_up(int64_t n, int64_t unit) {
     return (n + unit - 1) / unit * unit;
@@ -439,7 +458,7 @@ static Tensor *table_add(Stage *stage, const char *name, int layer, int index, i
     tensor->n_dims = cols > 0 ? 2 : 1;
     tensor->n = rows * (cols > 0 ? cols : 1);
     tensor->offset = joined ? stage->arena_floats : round_up(stage->arena_floats, DEVICE_ALIGN / 4);
-    tensor->index = index, tensor->block = layer >= 0 && cols > 0;
+    tensor->index = index, tensor->block = layer >= 0 && cols > 0, tensor->joined = joined;
     tensor->decay = cols > 0, tensor->accumulated = cols == 0, tensor->init_std = init_std, tensor->fill = 1.0f;
     stage->arena_floats = tensor->offset + tensor->n;
     stage->n_params += tensor->n;
@@ -512,29 +531,72 @@ static int tensor_layer(const Stage *stage, const Tensor *tensor) {
     return (tensor->index - 1) / stage->per_layer;
 }
 
-// Points a ModelTensors that has its layers into an arena of the table's layout.
+static Store param_store(const Stage *stage, const Tensor *t) {
+    return t->n_dims == 2 ? stage->param_store : STORE_FP32;
+}
+
+// Products write all of a gradient that is not fp32: the embedding's is added to row by row.
+static Store grad_store(const Stage *stage, const Tensor *t) {
+    return t->n_dims == 2 && t->index != 0 ? stage->grad_store : STORE_FP32;
+}
+
+// Says where tensors lie, once it is known how they are kept and which are left out.
+static void stage_layout(Stage *stage) {
+    stage->arena_floats = stage->param_bytes = stage->grad_bytes = stage->n_blocks = 0;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        Tensor *t = &stage->tensors[i];
+        int64_t unit = t->joined ? 1 : DEVICE_ALIGN;
+        t->place = round_up(stage->param_bytes, unit);
+        stage->param_bytes = t->place + store_bytes(param_store(stage, t), t->n);
+        if (t->left_out) continue;
+        t->offset = round_up(stage->arena_floats, t->joined ? 1 : DEVICE_ALIGN / 4);
+        t->grad_place = round_up(stage->grad_bytes, unit);
+        t->first_block = stage->n_blocks;
+        stage->arena_floats = t->offset + t->n;
+        stage->grad_bytes = t->grad_place + store_bytes(grad_store(stage, t), t->n);
+        stage->n_blocks += (t->n + STORE_BLOCK - 1) / STORE_BLOCK;
+    }
+}
+
+// Bytes of a moment of all tensors: of 8-bit ones the codes, then the scales.
+static int64_t moment_codes(const Stage *stage) {
+    return round_up(stage->arena_floats, DEVICE_ALIGN);
+}
+
+static int64_t moment_bytes(const Stage *stage) {
+    if (stage->moment_store == STORE_INT8) return moment_codes(stage) + 4 * stage->n_blocks;
+    return store_bytes(stage->moment_store, stage->arena_floats);
+}
+
+// Where a tensor lies in the memory of the parameters, or of the gradients; NULL: it has none there.
+static float *tensor_in(float *memory, const Tensor *t, int is_grad) {
+    if (is_grad && t->left_out) return NULL;
+    return (float *)((char *)memory + (is_grad ? t->grad_place : t->place));
+}
+
+// Points a ModelTensors that has its layers into a memory of the parameters' layout, or of the gradients'.
 static void model_point(ModelTensors *view, const Stage *stage, float *arena) {
     const FamilyTraits *family = config_traits(&stage->config);
-    int L = stage->n_layers, norms = !family->plain_norm;
+    int L = stage->n_layers, norms = !family->plain_norm, is_grad = view == &stage->g;
     const Tensor *tensor = stage->tensors;
-    if (stage->has_embed) view->embed = arena + tensor++->offset;
+    if (stage->has_embed) view->embed = tensor_in(arena, tensor++, is_grad);
     for (int l = 0; l < L; l++) {
         LayerTensors *layer = &view->layers[l];
-        if (norms) layer->attn_norm = arena + tensor++->offset;
-        layer->qkv = arena + tensor->offset, tensor += 3;
-        if (family->qkv_bias) layer->qkv_bias = arena + tensor->offset, tensor += 3;
+        if (norms) layer->attn_norm = tensor_in(arena, tensor++, is_grad);
+        layer->qkv = tensor_in(arena, tensor, is_grad), tensor += 3;
+        if (family->qkv_bias) layer->qkv_bias = tensor_in(arena, tensor, is_grad), tensor += 3;
         if (family->qk_norm != QK_NORM_NONE) {
-            layer->q_norm = arena + tensor++->offset;
-            layer->k_norm = arena + tensor++->offset;
+            layer->q_norm = tensor_in(arena, tensor++, is_grad);
+            layer->k_norm = tensor_in(arena, tensor++, is_grad);
         }
-        layer->o = arena + tensor++->offset;
-        if (norms) layer->ffn_norm = arena + tensor++->offset;
-        layer->gate_up = arena + tensor->offset, tensor += 2;
-        layer->down = arena + tensor++->offset;
+        layer->o = tensor_in(arena, tensor++, is_grad);
+        if (norms) layer->ffn_norm = tensor_in(arena, tensor++, is_grad);
+        layer->gate_up = tensor_in(arena, tensor, is_grad), tensor += 2;
+        layer->down = tensor_in(arena, tensor++, is_grad);
     }
     if (!stage->has_head) return;
-    if (norms) view->norm = arena + tensor++->offset;
-    view->head = stage->config.tied ? view->embed : arena + tensor->offset;
+    if (norms) view->norm = tensor_in(arena, tensor++, is_grad);
+    view->head = stage->config.tied ? view->embed : tensor_in(arena, tensor, is_grad);
 }
 
 // The same for a new one.
@@ -585,12 +647,13 @@ static int logits_chunk(const Config *config, int64_t N) {
 typedef struct {
     char *base;
     int64_t used;
+    int is_shared; // others lay it out otherwise: gaps are no forbidden ground
 } Carver;
 
 static void *carve(Carver *carver, int64_t n, size_t size) {
     char *piece = carver->base != NULL ? carver->base + carver->used : NULL;
     int64_t n_bytes = n * (int64_t)size, taken = round_up(n_bytes, DEVICE_ALIGN) + DEVICE_GAP;
-    if (piece != NULL) device_forbid(piece + n_bytes, (size_t)(taken - n_bytes));
+    if (piece != NULL && !carver->is_shared) device_forbid(piece + n_bytes, (size_t)(taken - n_bytes));
     carver->used += taken;
     return piece;
 }
@@ -621,18 +684,42 @@ static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int
     acts->rstd_qk = carve_f(carver, N * config_qk_rows(config));
 }
 
+// Lays out (base != NULL) or counts what a stage that borrows needs while it computes; returns bytes.
+static int64_t stage_carve_turn(Stage *stage, void *base) {
+    int64_t N = (int64_t)stage->max_B * stage->max_T, F = stage->config.ffn;
+    Carver carver = {(char *)base, 0, 1};
+    LayerActs shared;
+    carve_layer(&carver, &shared, stage, N);
+    for (int i = 0; i < stage->slots * stage->n_layers; i++) {
+        shared.x = stage->acts[i].x;
+        stage->acts[i] = shared;
+    }
+    stage->d.dhidden = carve_x(&carver, N * larger(F, stage->A));
+    stage->d.dwide = carve_x(&carver, N * larger(2 * F, stage->QKV));
+    return carver.used;
+}
+
+// Before a stage that borrows computes: the stream's memory is its own. -1: there is none, the stream fails.
+static int stage_borrow(Stage *stage, Stream *stream) {
+    if (!stage->borrows) return 0;
+    void *memory = scratch_get(&stream->scratch[SCRATCH_TURN], (size_t)stage_carve_turn(stage, NULL));
+    if (memory == NULL) return stream->failed = 1, -1;
+    stage_carve_turn(stage, memory);
+    return 0;
+}
+
 // Lays out (base != NULL) or counts the activations; returns bytes. One set of a layer's inner activations is enough
 // for inference and for --recompute.
 static int64_t stage_carve(Stage *stage, void *base) {
     const Config *config = &stage->config;
     int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels, F = config->ffn;
     int shared = stage->recompute || !stage->training;
-    Carver carver = {(char *)base, 0};
+    Carver carver = {(char *)base, 0, 0};
     for (int i = 0; i < stage->slots * stage->n_layers; i++) {
         LayerActs *acts = &stage->acts[i];
-        if (i == 0 || !shared)
+        if (!stage->borrows && (i == 0 || !shared))
             carve_layer(&carver, acts, stage, N);
-        else
+        else if (!stage->borrows)
             *acts = stage->acts[0];
         acts->x = i < 2 || stage->training ? carve_x(&carver, N * C) : stage->acts[i - 2].x; // inference: two in turn
     }
@@ -654,14 +741,12 @@ static int64_t stage_carve(Stage *stage, void *base) {
     if (stage->training) {
         stage->d.dx = carve_x(&carver, N * C);
         stage->d.dnorm = carve_x(&carver, N * C);
+    }
+    if (stage->training && !stage->borrows) {
         stage->d.dhidden = carve_x(&carver, N * (F > stage->A ? F : stage->A));
         stage->d.dwide = carve_x(&carver, N * (2 * F > stage->QKV ? 2 * F : stage->QKV));
     }
     return carver.used;
-}
-
-static int64_t larger(int64_t a, int64_t b) {
-    return a > b ? a : b;
 }
 
 // Floats of the bases of the table's first n_tensors tensors.
@@ -728,6 +813,25 @@ static int leaves_room(int64_t n_bytes) {
     return memory == 0 || n_bytes <= memory / 4 * 3;
 }
 
+// Floats of what is kept as something else that exist at once: of an update's pieces, or whole matrices for Muon; of a
+// product's gradient; of a matrix that is filtered or decomposed; of what a file holds.
+static int64_t wide_floats(const Stage *stage) {
+    int halves = stage->grad_store != STORE_FP32, packed = stage->moment_store != STORE_FP32;
+    int n_wide = (stage->param_store != STORE_FP32) + halves + 2 * packed;
+    int64_t most = stage->param_store != STORE_FP32 ? STAGING : 0;
+    if (!stage->training || n_wide == 0) return most;
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        int whole = stage->optimizer.kind == OPTIMIZER_MUON && t->block;
+        if (t->left_out) continue;
+        int64_t piece = whole || t->n < STORE_PIECE ? t->n : STORE_PIECE;
+        most = larger(most, piece * (n_wide - (whole && packed)));
+        if (grad_store(stage, t) != STORE_FP32) most = larger(most, matmul_grad_floats(t->n));
+        if (t->block && (halves || (packed && stage->n_moments == 1))) most = larger(most, t->n);
+    }
+    return most;
+}
+
 // rounded: where a quarter of the memory stays free. scratch: what the ops keep between calls, attention's blocks and
 // bf16 copies of operands.
 static StageBytes stage_bytes(const Stage *stage, Precision precision, int threads) {
@@ -739,8 +843,9 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    StageBytes bytes = {floats * 4, 0, floats * 4 * stage->delay, 0, 0, 0, stage->acts_bytes, attention};
-    if (stage->training) bytes.grads = floats * 4, bytes.moments = floats * 4 * stage->n_moments;
+    StageBytes bytes = {stage->param_bytes, 0,        stage->param_bytes * stage->delay, 0, 0, 0,
+                        stage->acts_bytes,  attention};
+    if (stage->training) bytes.grads = stage->grad_bytes, bytes.moments = moment_bytes(stage) * stage->n_moments;
     if (stage->training && stage->n_moments > 1) {
         int64_t largest = 0;
         for (int i = 0; i < stage->n_tensors; i++) largest = larger(largest, optimizer_scratch_floats(stage, i));
@@ -750,21 +855,24 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     }
     if (stage->meets) bytes.outer = floats * 16;
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
+    bytes.scratch += 4 * wide_floats(stage) + stage->turn_bytes;
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
-        leaves_room(stage_bytes_sum(&bytes) + floats * 2))
-        bytes.rounded = floats * 2;
+        stage->param_store == STORE_FP32 && leaves_room(stage_bytes_sum(&bytes) + stage->param_bytes / 2))
+        bytes.rounded = stage->param_bytes / 2;
     return bytes;
 }
 
 // Sets what the stage will be used for and counts its memory; nothing large is allocated yet. stage->slots, n_moments,
-// optimizer, meets and delay may be changed before.
+// optimizer, meets, delay and the stores may be changed before.
 static int stage_plan(Stage *stage, int B, int T, int training, int recompute) {
     size_t n = (size_t)stage->slots * (size_t)stage->n_layers;
     stage->max_B = B, stage->max_T = T, stage->training = training, stage->recompute = recompute;
+    stage_layout(stage);
     free(stage->acts);
     stage->acts = (LayerActs *)calloc(n, sizeof(LayerActs));
     if (stage->acts == NULL) return error_set("out of memory for %zu layers", n);
     stage->acts_bytes = stage_carve(stage, NULL);
+    stage->turn_bytes = stage->borrows ? stage_carve_turn(stage, NULL) : 0;
     return 0;
 }
 
@@ -783,6 +891,86 @@ static float *stage_arena(const Stage *stage, Arena arena) {
     return NULL;
 }
 
+// Bytes of one of the stage's memories.
+static int64_t stage_arena_bytes(const Stage *stage, Arena arena) {
+    switch (arena) {
+    case ARENA_PARAMS: return stage->param_bytes;
+    case ARENA_GRADS: return stage->grad_bytes;
+    case ARENA_M:
+    case ARENA_V: return moment_bytes(stage);
+    default: return 4 * stage->arena_floats;
+    }
+}
+
+// A tensor's parameter in a memory of the parameters' layout: the newest, or an older version.
+static Stored stage_param(const Stage *stage, const float *params, const Tensor *t) {
+    Stored values = {(char *)params + t->place, NULL, param_store(stage, t), 1};
+    return values;
+}
+
+// A tensor's values in one of the stage's memories.
+static Stored stage_values(const Stage *stage, Arena arena, const Tensor *t) {
+    float *memory = stage_arena(stage, arena);
+    if (arena == ARENA_PARAMS) return stage_param(stage, memory, t);
+    Stored values = stored_floats(memory + t->offset);
+    if (arena == ARENA_GRADS) values.data = tensor_in(memory, t, 1), values.store = grad_store(stage, t);
+    if ((arena != ARENA_M && arena != ARENA_V) || stage->moment_store == STORE_FP32) return values;
+    values.store = stage->moment_store, values.is_signed = arena == ARENA_M;
+    values.data = (char *)memory + (values.store == STORE_BF16 ? 2 : 1) * t->offset;
+    values.scales = (float *)((char *)memory + moment_codes(stage)) + t->first_block;
+    return values;
+}
+
+// Floats of elements at .. at+n-1: where they are, or a copy in *room, which begins behind it afterwards.
+static float *stored_open(Stored kept, int64_t at, int64_t n, float **room, Stream *stream) {
+    float *copy = *room;
+    if (kept.store == STORE_FP32) return (float *)kept.data + at;
+    *room += n;
+    stored_read(copy, kept, at, n, stream);
+    return copy;
+}
+
+// Puts back what has been opened and changed.
+static void stored_close(Stored kept, int64_t at, const float *values, int64_t n, Rounding rounding, Stream *stream) {
+    if (kept.store != STORE_FP32) stored_write(kept, at, values, n, rounding, stream);
+}
+
+// Scratch for what is opened; without memory the stream fails.
+static float *wide_scratch(int64_t floats, Stream *stream) {
+    float *room = (float *)scratch_get(&stream->scratch[SCRATCH_WIDE], sizeof(float) * (size_t)floats);
+    if (room == NULL) stream->failed = 1;
+    return room;
+}
+
+// A whole matrix as floats: where it is, or a copy in scratch. NULL: no memory, the stream fails.
+static float *stored_matrix(Stored kept, int64_t n, Stream *stream) {
+    float *room = kept.store == STORE_FP32 ? NULL : wide_scratch(n, stream);
+    return kept.store != STORE_FP32 && room == NULL ? NULL : stored_open(kept, 0, n, &room, stream);
+}
+
+// Sum of the squares of n values.
+static double stored_squares(Stored kept, int64_t n, Stream *stream) {
+    double sum = 0.0;
+    float *scratch = kept.store == STORE_FP32 ? NULL : wide_scratch(STORE_PIECE, stream);
+    if (kept.store == STORE_FP32) return sum_of_squares((const float *)kept.data, n, stream);
+    for (int64_t at = 0; at < n && scratch != NULL; at += STORE_PIECE) {
+        int64_t count = n - at < STORE_PIECE ? n - at : STORE_PIECE;
+        stored_read(scratch, kept, at, count, stream);
+        sum += sum_of_squares(scratch, count, stream);
+    }
+    return scratch != NULL ? sum : (double)NAN;
+}
+
+// Copies n values that are kept alike, or on one side as floats; then to the nearest.
+static void stored_copy(Stored to, Stored from, int64_t n, Stream *stream) {
+    if (to.store == from.store)
+        device_copy(to.data, from.data, (size_t)store_bytes(to.store, n), stream);
+    else if (to.store == STORE_FP32)
+        stored_read((float *)to.data, from, 0, n, stream);
+    else
+        stored_write(to, 0, (const float *)from.data, n, rounding_nearest(), stream);
+}
+
 // What the optimizer keeps beside moments.
 static int stage_alloc_optimizer(Stage *stage) {
     int64_t rotation = rotation_floats(stage, stage->n_tensors);
@@ -798,15 +986,16 @@ static int stage_alloc(Stage *stage, Stream *stream) {
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
     StageBytes plan = stage_bytes(stage, stream->precision, stream->threads);
     stage->stream = stream;
-    stage->params = (float *)device_alloc(bytes);
+    stage->params = (float *)device_alloc((size_t)plan.params);
     if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
     stage->used = stage->params;
     if (plan.versions > 0 && (stage->versions = (float *)device_alloc((size_t)plan.versions)) == NULL) return -1;
     if (stage->training) {
-        if ((stage->grads = (float *)device_alloc(bytes)) == NULL) return -1;
-        if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(bytes)) == NULL) return -1;
-        if (stage->n_moments > 1 && (stage->v = (float *)device_alloc(bytes)) == NULL) return -1;
+        size_t of_moment = (size_t)moment_bytes(stage);
+        if ((stage->grads = (float *)device_alloc((size_t)plan.grads)) == NULL) return -1;
+        if (stage->n_moments > 0 && (stage->m = (float *)device_alloc(of_moment)) == NULL) return -1;
+        if (stage->n_moments > 1 && (stage->v = (float *)device_alloc(of_moment)) == NULL) return -1;
         if (stage->n_moments > 1 && stage_alloc_optimizer(stage)) return -1;
         if (model_view(&stage->g, stage, stage->grads)) return -1;
     }
@@ -827,7 +1016,10 @@ static int stage_alloc(Stage *stage, Stream *stream) {
 
 // A weight of this stage as the products take it.
 static Weight stage_weight(const Stage *stage, const float *weight) {
-    Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->used) : NULL};
+    int half_grad = stage->grad_store != STORE_FP32 && weight != stage->p.embed;
+    Weight half = {NULL, (const uint16_t *)weight, half_grad};
+    if (stage->param_store != STORE_FP32) return half;
+    Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->used) : NULL, half_grad};
     return view;
 }
 
@@ -836,7 +1028,7 @@ static void stage_round(Stage *stage, Stream *stream) {
     for (int i = 0; stage->rounded != NULL && i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
         if (t->n_dims == 2)
-            bf16_round(stage->rounded + t->offset, stage->used + t->offset, t->shape[0], t->shape[1], t->shape[1],
+            bf16_round(stage->rounded + t->place / 4, stage->used + t->place / 4, t->shape[0], t->shape[1], t->shape[1],
                        stream);
     }
 }
@@ -845,30 +1037,34 @@ static void model_round(Stage *model, Stream *stream) {
     for (Stage *stage = model; stage != NULL; stage = stage->next) stage_round(stage, stream);
 }
 
-// Lets the stage work with other weights, an arena of its table's layout; stage_round is due then.
+// Lets the stage work with other weights, of the parameters' layout; stage_round is due then.
 static void stage_use(Stage *stage, float *weights) {
     stage->used = weights;
     model_point(&stage->p, stage, weights);
 }
 
+static float *stage_slot(const Stage *stage, int slot) {
+    return (float *)((char *)stage->versions + slot * stage->param_bytes);
+}
+
 // Where the weights of a version lie that the stage still has, after `done` updates.
 static float *stage_version(const Stage *stage, int64_t done, int64_t version) {
     int slot = versions_slot(stage->delay, done, version);
-    return slot < 0 ? stage->params : stage->versions + slot * stage->arena_floats;
+    return slot < 0 ? stage->params : stage_slot(stage, slot);
 }
 
 // Keeps the newest weights as an older version, before the update that makes version done + 1 of them.
 static void stage_keep_version(Stage *stage, int64_t done) {
     if (stage->delay == 0) return;
-    float *to = stage->versions + versions_next_slot(stage->delay, done) * stage->arena_floats;
-    device_copy(to, stage->params, sizeof(float) * (size_t)stage->arena_floats, stage->stream);
+    float *to = stage_slot(stage, versions_next_slot(stage->delay, done));
+    device_copy(to, stage->params, (size_t)stage->param_bytes, stage->stream);
 }
 
 // What stands for the forward's weights in a backward without stashed ones: w - delay*delta (PipeMare: Yang et al.
 // 2021). It lies where the coming update keeps the newest weights; what the forward has used is gone then.
 static float *stage_corrected(Stage *stage, int64_t done) {
     int64_t n = stage->arena_floats;
-    float *to = stage->versions + versions_next_slot(stage->delay, done) * n;
+    float *to = stage_slot(stage, versions_next_slot(stage->delay, done));
     device_copy(to, stage->delta, sizeof(float) * (size_t)n, stage->stream);
     vector_scale(to, n, (float)stage->delay, stage->stream);
     vector_subtract(to, stage->params, n, stage->stream);
@@ -876,10 +1072,26 @@ static float *stage_corrected(Stage *stage, int64_t done) {
     return to;
 }
 
+// Elements at .. at+n-1 of `to` = staging (n <= STAGING), the host's.
+static void stored_upload(Stored to, int64_t at, const float *staging, int64_t n, Stream *stream) {
+    float *values = to.store == STORE_FP32 ? (float *)to.data + at : wide_scratch(STAGING, stream);
+    if (values == NULL) return;
+    device_copy(values, staging, sizeof(float) * (size_t)n, stream);
+    stored_close(to, at, values, n, rounding_nearest(), stream);
+}
+
+// staging (n <= STAGING), the host's = elements at .. at+n-1 of `from`; without memory the stream fails.
+static void stored_download(float *staging, Stored from, int64_t at, int64_t n, Stream *stream) {
+    float *room = from.store == STORE_FP32 ? NULL : wide_scratch(STAGING, stream);
+    if (from.store != STORE_FP32 && room == NULL) return;
+    const float *values = stored_open(from, at, n, &room, stream);
+    device_copy(staging, values, sizeof(float) * (size_t)n, stream);
+}
+
 // Random weights of a tensor to `to` in tensor memory, through staging (STAGING): normal with the tensor's deviation
 // (the two products that write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one, biases
 // zero. A value depends on seed, tensor and element alone.
-static void tensor_init(const Tensor *tensor, float *to, float *staging, uint64_t seed, Stream *stream) {
+static void tensor_init(const Tensor *tensor, Stored to, float *staging, uint64_t seed, Stream *stream) {
     uint32_t index = (uint32_t)tensor->index;
     for (int64_t at = 0; at < tensor->n; at += STAGING) {
         int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
@@ -890,13 +1102,14 @@ static void tensor_init(const Tensor *tensor, float *to, float *staging, uint64_
             for (int64_t k = j; k < j + 4 && k < n; k++)
                 staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : tensor->fill;
         }
-        device_copy(to + at, staging, sizeof(float) * (size_t)n, stream);
+        stored_upload(to, at, staging, n, stream);
     }
 }
 
 static void stage_init(Stage *stage, uint64_t seed) {
     for (int i = 0; i < stage->n_tensors; i++)
-        tensor_init(&stage->tensors[i], stage->params + stage->tensors[i].offset, stage->staging, seed, stage->stream);
+        tensor_init(&stage->tensors[i], stage_values(stage, ARENA_PARAMS, &stage->tensors[i]), stage->staging, seed,
+                    stage->stream);
 }
 
 // The name under which a file holds a tensor: a head that has been untied starts as the embedding.
@@ -934,25 +1147,25 @@ static int model_match(const Stage *model, const ModelFile *file) {
     return 0;
 }
 
-// to (n) in tensor memory = a file's tensor, through the stage's staging buffer; check: refuses values that are not
+// to (n) = a file's tensor, through the stage's staging buffer; check: refuses values that are not
 // finite.
-static int stage_read(Stage *stage, float *to, int64_t n, const SafeTensor *from, int check) {
+static int stage_read(Stage *stage, Stored to, int64_t n, const SafeTensor *from, int check) {
     for (int64_t at = 0; at < n; at += STAGING) {
         int64_t count = n - at < STAGING ? n - at : STAGING;
         if (safetensor_read(stage->staging, from, at, count)) return -1;
         for (int64_t j = 0; check && j < count; j++)
             if (!isfinite(stage->staging[j]))
                 return error_set("%s: element %lld is %g", from->name, (long long)(at + j), (double)stage->staging[j]);
-        device_copy(to + at, stage->staging, sizeof(float) * (size_t)count, stage->stream);
+        stored_upload(to, at, stage->staging, count, stage->stream);
     }
-    return 0;
+    return stream_check(stage->stream);
 }
 
-// Appends n values in tensor memory to a file's current tensor.
-static void stage_append(const Stage *stage, SafeTensorsWriter *writer, const float *from, int64_t n, Dtype dtype) {
+// Appends n values to a file's current tensor.
+static void stage_append(const Stage *stage, SafeTensorsWriter *writer, Stored from, int64_t n, Dtype dtype) {
     for (int64_t at = 0; at < n; at += STAGING) {
         int64_t count = n - at < STAGING ? n - at : STAGING;
-        device_copy(stage->staging, from + at, sizeof(float) * (size_t)count, stage->stream);
+        stored_download(stage->staging, from, at, count, stage->stream);
         safetensors_append(writer, stage->staging, count, dtype);
     }
 }
@@ -965,7 +1178,7 @@ static int model_load(Stage *model, const ModelFile *file, int check) {
             const char *path = "";
             char reason[ERROR_MAX];
             const SafeTensor *from = model_file_find(file, tensor_source(tensor, file), &path);
-            if (stage_read(stage, stage->params + tensor->offset, tensor->n, from, check) == 0) continue;
+            if (stage_read(stage, stage_values(stage, ARENA_PARAMS, tensor), tensor->n, from, check) == 0) continue;
             memcpy(reason, error_message, sizeof reason);
             return error_set("%.400s: %.500s", path, reason);
         }
@@ -973,15 +1186,19 @@ static int model_load(Stage *model, const ModelFile *file, int check) {
     return 0;
 }
 
-// Declares (begun = 0) or writes the tensors of an arena of a stage, as prefix + their name.
-static int stage_put(SafeTensorsWriter *writer, int begun, const Stage *stage, const float *arena, const char *prefix,
+// Declares (begun = 0) or writes the tensors of an arena of a stage, as prefix + their name; what is kept as bf16 stays
+// that.
+static int stage_put(SafeTensorsWriter *writer, int begun, const Stage *stage, Arena arena, const char *prefix,
                      Dtype dtype) {
     char name[128];
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
+        if (tensor->left_out && arena != ARENA_PARAMS) continue;
+        Stored values = stage_values(stage, arena, tensor);
+        Dtype as = values.store == STORE_BF16 ? DTYPE_BF16 : dtype;
         snprintf(name, sizeof name, "%s%s", prefix, tensor->name);
-        if (!begun && safetensors_declare(writer, name, dtype, tensor->shape, tensor->n_dims)) return -1;
-        if (begun) stage_append(stage, writer, arena + tensor->offset, tensor->n, dtype);
+        if (!begun && safetensors_declare(writer, name, as, tensor->shape, tensor->n_dims)) return -1;
+        if (begun) stage_append(stage, writer, values, tensor->n, as);
     }
     return 0;
 }
@@ -990,7 +1207,7 @@ static int stage_put(SafeTensorsWriter *writer, int begun, const Stage *stage, c
 static int model_put_arena(SafeTensorsWriter *writer, int begun, const Stage *model, Arena arena, const char *prefix,
                            Dtype dtype) {
     for (const Stage *stage = model; stage != NULL; stage = stage->next)
-        if (stage_put(writer, begun, stage, stage_arena(stage, arena), prefix, dtype)) return -1;
+        if (stage_put(writer, begun, stage, arena, prefix, dtype)) return -1;
     return 0;
 }
 
@@ -1075,12 +1292,12 @@ static Dtype gguf_dtype(const Tensor *tensor, Dtype dtype) {
 // Appends a tensor's values to a GGUF. HD: heads of so many rows are interleaved, 0: rows as they are.
 static void gguf_put_tensor(const Stage *stage, FileWriter *file, const Tensor *tensor, int HD, Dtype dtype) {
     int64_t columns = tensor->n_dims > 1 ? tensor->shape[1] : 1, count;
-    const float *values = stage->params + tensor->offset;
+    Stored values = stage_values(stage, ARENA_PARAMS, tensor);
     for (int64_t at = 0; at < tensor->n; at += count) {
         int64_t left = HD > 0 ? columns - at % columns : tensor->n - at;
         int64_t from = HD > 0 ? gguf_source_row(at / columns, HD) * columns + at % columns : at;
         count = left < STAGING ? left : STAGING;
-        device_copy(stage->staging, values + from, sizeof(float) * (size_t)count, stage->stream);
+        stored_download(stage->staging, values, from, count, stage->stream);
         floats_write(file, stage->staging, count, gguf_dtype(tensor, dtype));
     }
     gguf_put_padding(file);
@@ -1346,18 +1563,28 @@ static void stage_place(Stage *stage, const int32_t *starts, int B, int T, const
         rope_positions(stage->positions + (size_t)b * T, T, T, cache[b].used, stream);
 }
 
+// x (N, C) = the embeddings of tokens (N).
+static void stage_embed(const Stage *stage, floatX *x, const uint32_t *tokens, int N, Stream *stream) {
+    Weight embed = stage_weight(stage, stage->p.embed);
+    if (embed.full != NULL)
+        embedding_forward(x, tokens, embed.full, N, stage->config.channels, stream);
+    else
+        embedding_forward_bf16(x, tokens, embed.rounded, N, stage->config.channels, stream);
+}
+
 // The layers of a stage on one micro-batch, kept in `slot` for the backward. The first stage embeds tokens (B, T);
 // others take the boundary tensor that lies in stage_input(). What leaves is stage->last (B*T, C), and in the last
 // stage also stage->normed, the final norm's output. starts (B, T), cache (B) and hook: may be NULL.
 static void stage_forward(Stage *stage, int slot, const uint32_t *tokens, const int32_t *starts, int B, int T,
                           KvCache *cache, const PassHook *hook, Stream *stream) {
-    int N = B * T, C = stage->config.channels, L = stage->n_layers;
+    int N = B * T, L = stage->n_layers;
     LayerActs *acts = stage->acts + slot * L;
+    if (stage_borrow(stage, stream)) return;
     stage_place(stage, starts, B, T, cache, stream);
     if (stage->has_embed) {
         uint32_t *kept = stage->tokens + (int64_t)slot * stage->max_B * stage->max_T;
         device_upload(kept, tokens, sizeof *tokens * (size_t)N, stream);
-        embedding_forward(acts[0].x, kept, stage->p.embed, N, C, stream);
+        stage_embed(stage, acts[0].x, kept, N, stream);
     }
     for (int l = 0; l < L; l++) {
         if (hook != NULL && hook->enter != NULL && l > 0) hook->enter(hook->context, l);
@@ -1435,6 +1662,7 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
     LayerActs *acts = stage->acts + slot * L;
     // recomputing: an output is known, but with post-norm what it is the norm of is not
     floatX *again = config_traits(&stage->config)->post_norm ? stage->d.dnorm : NULL;
+    if (stage_borrow(stage, stream)) return;
     if (stage->has_head) {
         device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
         norm_backward(stage, stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->normed, stage->p.norm,
@@ -1443,13 +1671,13 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
     }
     stage_place(stage, starts, B, T, NULL, stream);
     for (int l = L - 1; l >= 0; l--) {
-        if (stage->recompute && !(stage->slots == 1 && l + 1 == L)) // that one's are still there
+        if (stage->recompute && (stage->borrows || stage->slots > 1 || l + 1 < L)) // the last one's are still there
             layer_forward(stage, &acts[l], &stage->p.layers[l], again, stage->first_layer + l, B, T, NULL, stream);
         layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, stage->first_layer + l, B,
                        T, first, stream);
         grads_done(hook, stage->has_embed + per_layer * l, stage->has_embed + per_layer * (l + 1));
     }
-    if (stage->has_embed)
+    if (stage->has_embed && stage->g.embed != NULL)
         embedding_backward(stage->g.embed, stage->d.dx, stage->tokens + (int64_t)slot * stage->max_B * stage->max_T, N,
                            C, stream);
     grads_done(hook, 0, stage->has_embed);
@@ -1457,9 +1685,11 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
 
 // Before the first backward of a step: gradients that are only added to.
 static void stage_zero_grads(Stage *stage, Stream *stream) {
-    for (int i = 0; i < stage->n_tensors; i++)
-        if (stage->tensors[i].accumulated)
-            device_zero(stage->grads + stage->tensors[i].offset, sizeof(float) * (size_t)stage->tensors[i].n, stream);
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        if (t->accumulated && !t->left_out)
+            device_zero(tensor_in(stage->grads, t, 1), (size_t)store_bytes(grad_store(stage, t), t->n), stream);
+    }
 }
 
 // Before the first micro-batch of a step: the same, the loss, and the weights' bf16 copies.
@@ -1550,9 +1780,14 @@ static int stage_gradients(Stage *stage, const Batch *batch, int micro_batch, do
 // ---------------------------------------------------------------------------------------------------------------------
 // Optimizer
 
-// Norm of all gradients of the stage: of the whole arena at once, whose gaps stay zero.
+// Norm of all gradients of the stage: of floats the whole arena at once, whose gaps stay zero.
 static double stage_grad_norm(const Stage *stage, Stream *stream) {
-    return sqrt(sum_of_squares(stage->grads, stage->arena_floats, stream));
+    double sum = 0.0;
+    if (stage->grad_store == STORE_FP32) return sqrt(sum_of_squares(stage->grads, stage->arena_floats, stream));
+    for (int i = 0; i < stage->n_tensors; i++)
+        if (!stage->tensors[i].left_out)
+            sum += stored_squares(stage_values(stage, ARENA_GRADS, &stage->tensors[i]), stage->tensors[i].n, stream);
+    return sqrt(sum);
 }
 
 // What is the same for all tensors of a step.
@@ -1608,6 +1843,35 @@ static int rotated_update(Stage *stage, int tensor, RotatedPass *pass, const Upd
     return count;
 }
 
+// One step of a tensor by its own values: of floats where they are, of what is kept otherwise piece by piece.
+static void tensor_update(Stage *stage, const Tensor *t, const Update *u, Stream *stream) {
+    OptimizerKind kind = stage->optimizer.kind;
+    int is_muon = kind == OPTIMIZER_MUON && t->block, index = t->index;
+    Stored param = stage_values(stage, ARENA_PARAMS, t), grad = stage_values(stage, ARENA_GRADS, t);
+    Stored m = stage_values(stage, ARENA_M, t), v = stage_values(stage, ARENA_V, t);
+    int n_wide = (param.store != STORE_FP32) + (grad.store != STORE_FP32);
+    n_wide += (m.store != STORE_FP32) * (is_muon ? 1 : 2);
+    int64_t piece = n_wide == 0 || is_muon || t->n < STORE_PIECE ? t->n : STORE_PIECE;
+    float *scratch = n_wide > 0 ? wide_scratch(n_wide * piece, stream) : NULL, wd = t->decay ? u->wd : 0.0f;
+    if (n_wide > 0 && scratch == NULL) return;
+    for (int64_t at = 0; at < t->n; at += piece) {
+        int64_t n = t->n - at < piece ? t->n - at : piece;
+        float *room = scratch, *p = stored_open(param, at, n, &room, stream);
+        const float *g = stored_open(grad, at, n, &room, stream);
+        float *mean = stored_open(m, at, n, &room, stream), *square = NULL;
+        if (!is_muon) square = stored_open(v, at, n, &room, stream);
+        if (is_muon)
+            muon_update(p, g, mean, (int)t->shape[0], (int)t->shape[1], u->lr, wd, u->scale, stream);
+        else if (kind == OPTIMIZER_NESTEROV)
+            nesterov_update(p, g, mean, square, n, t->decay ? u->nesterov : u->nesterov_plain, stream);
+        else
+            adamw_update(p, g, mean, square, n, u->adam, u->lr, wd, u->scale, u->step, stream);
+        stored_close(param, at, p, n, rounding_of(stage->seed, index, ROUND_PARAM, u->step), stream);
+        stored_close(m, at, mean, n, rounding_of(stage->seed, index, ROUND_M, u->step), stream);
+        if (!is_muon) stored_close(v, at, square, n, rounding_of(stage->seed, index, ROUND_V, u->step), stream);
+    }
+}
+
 // One step (from 1) of the stage's optimizer with gradients scaled to the clip norm (0: never).
 static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double grad_norm, float clip, int64_t step,
                          Stream *stream) {
@@ -1623,18 +1887,12 @@ static void stage_update(Stage *stage, AdamW adam, float lr, float wd, double gr
     }
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
-        float *param = stage->params + t->offset, *m = stage->m + t->offset, *v = stage->v + t->offset;
-        const float *grad = stage->grads + t->offset;
         if (kind == OPTIMIZER_ROTATE && t->block)
             i += rotated_update(stage, i, &pass, &u, stream) - 1;
-        else if (kind == OPTIMIZER_MUON && t->block)
-            muon_update(param, grad, m, (int)t->shape[0], (int)t->shape[1], lr, wd, scale, stream);
-        else if (kind == OPTIMIZER_NESTEROV)
-            nesterov_update(param, grad, m, v, t->n, t->decay ? u.nesterov : u.nesterov_plain, stream);
         else if (kind == OPTIMIZER_PIPEMARE)
             pipemare_update(stage, i, &u, stream);
         else
-            adamw_update(param, grad, m, v, t->n, adam, lr, t->decay ? wd : 0.0f, scale, step, stream);
+            tensor_update(stage, t, &u, stream);
     }
     stage->has_basis = 1;
 }
@@ -2151,18 +2409,18 @@ static int answers_make(Answering *a, Stage *model, Stream *stream) {
 // Sets the share of a tensor's values that are the smallest to zero, through staging; returns how many.
 static int64_t tensor_prune(const Stage *stage, const Tensor *tensor, double share, PruneSearch *search) {
     int64_t k = prune_share(tensor->n, share);
-    float *values = stage->params + tensor->offset;
+    Stored values = stage_values(stage, ARENA_PARAMS, tensor);
     if (k == 0) return 0;
     prune_begin(search, k);
     for (int pass = 0; pass < 3; pass++) { // two to find the threshold, one to apply it
         for (int64_t at = 0; at < tensor->n; at += STAGING) {
             int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
-            device_copy(stage->staging, values + at, sizeof(float) * (size_t)n, stage->stream);
+            stored_download(stage->staging, values, at, n, stage->stream);
             if (pass < 2) {
                 prune_look(search, stage->staging, n);
             } else {
                 prune_apply(search, stage->staging, n);
-                device_copy(values + at, stage->staging, sizeof(float) * (size_t)n, stage->stream);
+                stored_upload(values, at, stage->staging, n, stage->stream);
             }
         }
         if (pass < 2) prune_pass_end(search);
@@ -2416,9 +2674,12 @@ static int mesh_runs_ahead(const Mesh *mesh) {
 // and stash are set before; an asynchronous step is one micro-batch.
 static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training, int recompute, int meets) {
     int n_micro = training ? (batch + micro_batch - 1) / micro_batch : 1;
+    Cell *first = mesh_next(mesh, NULL);
+    int many = first != NULL && mesh_next(mesh, first) != NULL; // cells of this process
     mesh->micro_batch = micro_batch;
     for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
+        cell->stage.borrows = training && recompute && many;
         int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
@@ -2451,6 +2712,7 @@ static int mesh_alloc_gpus(Mesh *mesh) {
             Stage *stage = cell_stage(cell, g);
             if (stage_table(stage, &first->config, first->first_layer, first->n_layers)) return -1;
             stage->slots = first->slots, stage->n_moments = 0, stage->unrounded = first->unrounded;
+            stage->param_store = first->param_store;
             if (stage_plan(stage, first->max_B, first->max_T, 1, first->recompute)) return -1;
             if (stage_alloc(stage, mesh->streams[g])) return -1;
         }
@@ -2519,7 +2781,9 @@ static int mesh_alloc_klt(Mesh *mesh, int predicts) {
         if (place->tables == NULL) return error_set("out of memory for the transform codec's tables");
         if (predicts && (place->embed = (float *)device_alloc(embed_bytes)) == NULL) return -1;
     }
-    if (predicts && first->p.embed != NULL) device_copy(mesh->klt[0].embed, first->p.embed, embed_bytes, mesh->stream);
+    if (predicts && first->p.embed != NULL)
+        stored_copy(stored_floats(mesh->klt[0].embed), stage_values(first, ARENA_PARAMS, &first->tensors[0]),
+                    first->tensors[0].n, mesh->stream);
     return mesh_share_embed(mesh);
 }
 
@@ -2546,13 +2810,20 @@ static double mesh_now(const Mesh *mesh) {
     return now;
 }
 
+// The merged parameters of a replica that meets others begin as its own.
+static void stage_begin_meeting(Stage *stage) {
+    for (int i = 0; stage->meets && i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        stored_copy(stage_values(stage, ARENA_GLOBAL, t), stage_values(stage, ARENA_PARAMS, t), t->n, stage->stream);
+    }
+}
+
 // All replicas start from the weights of the first.
 static void mesh_spread(Mesh *mesh) {
     for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
         Stage *stage = &cell->stage, *first = &mesh_cell(mesh, 0, cell->index)->stage;
-        size_t n_bytes = sizeof(float) * (size_t)stage->arena_floats;
-        if (stage != first) device_copy(stage->params, first->params, n_bytes, stage->stream);
-        if (stage->meets) device_copy(stage->global, first->params, n_bytes, stage->stream);
+        if (stage != first) device_copy(stage->params, first->params, (size_t)stage->param_bytes, stage->stream);
+        stage_begin_meeting(stage);
     }
 }
 
@@ -3280,7 +3551,8 @@ static void cell_sum_grads(void *context, int first, int last) {
     CellSum *sum = (CellSum *)context;
     const Tensor *from = &sum->cell->stage.tensors[first], *to = &sum->cell->stage.tensors[last - 1];
     float *values[MAX_GPUS];
-    for (int g = 0; g < sum->mesh->n_gpus; g++) values[g] = cell_stage(sum->cell, g)->grads + from->offset;
+    for (int g = 0; g < sum->mesh->n_gpus; g++)
+        values[g] = cell_stage(sum->cell, g)->grads + from->offset; // fp32: decide_stores
     sum->failed |= nccl_sum(sum->mesh->nccl, values, to->offset + to->n - from->offset, sum->mesh->streams);
 }
 
@@ -3369,7 +3641,7 @@ static int cell_begin(Mesh *mesh, Cell *cell, const Pass *pass) {
         stage_use(&cell->stage, stage_version(&cell->stage, pass->step - pass->ahead, cell->forward_version));
     }
     for (int g = 0; g < mesh->n_gpus; g++) params[g] = cell_stage(cell, g)->params;
-    if (mesh->n_gpus > 1 && (nccl_share(mesh->nccl, params, cell->stage.arena_floats, mesh->streams) ||
+    if (mesh->n_gpus > 1 && (nccl_share(mesh->nccl, params, cell->stage.param_bytes / 4, mesh->streams) ||
                              nccl_wait(mesh->nccl, mesh->streams)))
         return -1;
     for (int g = 0; g < mesh->n_gpus; g++) {
@@ -3669,10 +3941,18 @@ static void meeting_clock(const Mesh *mesh, Meeting *meeting) {
 // Adds (global - local) of the meeting's fragment to what a cell has left out before.
 static void cell_add_delta(const Mesh *mesh, Cell *cell, int fragment) {
     const Stage *stage = &cell->stage;
-    for (int t = 0; t < stage->n_tensors; t++) {
-        int64_t at = stage->tensors[t].offset;
-        if (stage->tensors[t].fragment == fragment)
-            outer_delta(stage->error + at, stage->global + at, stage->params + at, stage->tensors[t].n, mesh->stream);
+    for (int i = 0; i < stage->n_tensors; i++) {
+        const Tensor *t = &stage->tensors[i];
+        Stored local = stage_values(stage, ARENA_PARAMS, t);
+        float *scratch = local.store == STORE_FP32 ? NULL : wide_scratch(STORE_PIECE, mesh->stream);
+        if (t->fragment != fragment || (local.store != STORE_FP32 && scratch == NULL)) continue;
+        int64_t piece = local.store == STORE_FP32 ? t->n : STORE_PIECE;
+        for (int64_t at = 0; at < t->n; at += piece) {
+            int64_t n = t->n - at < piece ? t->n - at : piece, from = t->offset + at;
+            float *room = scratch;
+            outer_delta(stage->error + from, stage->global + from, stored_open(local, at, n, &room, mesh->stream), n,
+                        mesh->stream);
+        }
     }
 }
 
@@ -3921,19 +4201,31 @@ static int mesh_begin_merge(Mesh *mesh, const Outer *outer, int fragment, int64_
     return 0;
 }
 
+// The outer step of a tensor and its merge into the local one, piece by piece where that is no float. To the nearest:
+// what this loses is part of the next pseudo-gradient.
+static void tensor_merge(const Stage *stage, const Tensor *t, const Outer *outer, float mix, Stream *stream) {
+    Stored local = stage_values(stage, ARENA_PARAMS, t);
+    int64_t piece = local.store == STORE_FP32 ? t->n : STORE_PIECE;
+    float *scratch = local.store == STORE_FP32 ? NULL : wide_scratch(piece, stream);
+    if (local.store != STORE_FP32 && scratch == NULL) return;
+    for (int64_t at = 0; at < t->n; at += piece) {
+        int64_t n = t->n - at < piece ? t->n - at : piece, from = t->offset + at;
+        float *room = scratch, *values = stored_open(local, at, n, &room, stream);
+        outer_step(stage->global + from, stage->outer + from, values, stage->pending + from, outer->lr, outer->momentum,
+                   mix, n, stream);
+        stored_close(local, at, values, n, rounding_nearest(), stream);
+    }
+}
+
 // The outer Nesterov step of a fragment, and its merge into the local parameters: mix = share of the local ones.
 static void mesh_merge(Mesh *mesh, const Outer *outer, int fragment, float mix) {
     for (int i = 0; i < mesh_cells(mesh); i++) {
         Cell *cell = &mesh->cells[i];
         Stage *stage = &cell->stage;
         if (!cell->hosted) continue;
-        for (int t = 0; t < stage->n_tensors; t++) {
-            const Tensor *tensor = &stage->tensors[t];
-            if (tensor->fragment != fragment) continue;
-            int64_t at = tensor->offset;
-            outer_step(stage->global + at, stage->outer + at, stage->params + at, stage->pending + at, outer->lr,
-                       outer->momentum, mix, tensor->n, mesh->stream);
-        }
+        for (int t = 0; t < stage->n_tensors; t++)
+            if (stage->tensors[t].fragment == fragment)
+                tensor_merge(stage, &stage->tensors[t], outer, mix, mesh->stream);
         clock_receive(&cell->clock, cell->merge_at[fragment]);
     }
 }
@@ -4043,6 +4335,7 @@ typedef struct {
     uint64_t seed;
     float beta, tau;
     int tau_relative, unrounded;
+    Store param_store, grad_store, moment_store; // of the fast circuit
     Wire wire;
     // the thread's own while it works
     Stage stage; // the whole model: snapshot, gradient, and as its moments the momentum and the codec's bias
@@ -4108,7 +4401,7 @@ static int factor_set_alloc(FactorSet *set, const Stage *stage, int rank) {
 
 // Decomposes the block matrices of an arena into the set the fast circuit does not read, warm from the one in front.
 // All of it but the singular values is rounded as it travels.
-static int anchor_decompose(Anchor *anchor, FactorSet sets[2], const float *arena, int warm) {
+static int anchor_decompose(Anchor *anchor, FactorSet sets[2], Arena arena, int warm) {
     FactorSet *from = &sets[anchor->front], *to = &sets[1 - anchor->front];
     for (int i = 0; i < anchor->stage.n_tensors; i++) {
         const Tensor *tensor = &anchor->stage.tensors[i];
@@ -4116,8 +4409,9 @@ static int anchor_decompose(Anchor *anchor, FactorSet sets[2], const float *aren
         const Factor *old = &from->of[tensor->index];
         Factor *factor = &to->of[tensor->index];
         if (warm) device_copy(factor->v, old->v, sizeof(float) * (size_t)factor->n * (size_t)factor->r, anchor->stream);
-        if (svd_truncated(factor->u, factor->s, factor->v, arena + tensor->offset, factor->m, factor->n, factor->r,
-                          warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
+        const float *values = stored_matrix(stage_values(&anchor->stage, arena, tensor), tensor->n, anchor->stream);
+        if (values == NULL || svd_truncated(factor->u, factor->s, factor->v, values, factor->m, factor->n, factor->r,
+                                            warm, anchor->seed, (uint32_t)tensor->index, anchor->stream))
             return -1;
         wire_round(anchor->wire, factor->u, (int64_t)factor->m * factor->r, anchor->stream);
         wire_round(anchor->wire, factor->v, (int64_t)factor->n * factor->r, anchor->stream);
@@ -4133,7 +4427,7 @@ static float anchor_debiased(const Anchor *anchor, int64_t n) {
 // The factors of the momentum and the filter's response.
 static int anchor_factors(Anchor *anchor) {
     float debias = anchor->debias ? anchor_debiased(anchor, anchor->passes) : 1.0f;
-    if (anchor_decompose(anchor, anchor->sets, anchor->stage.m, anchor->deliveries > 0)) return -1;
+    if (anchor_decompose(anchor, anchor->sets, ARENA_M, anchor->deliveries > 0)) return -1;
     for (int i = 0; i < anchor->stage.n_tensors; i++) {
         const Tensor *tensor = &anchor->stage.tensors[i];
         const Factor *factor = &anchor->sets[1 - anchor->front].of[tensor->index];
@@ -4151,7 +4445,7 @@ static int anchor_bias_factors(Anchor *anchor) {
         device_zero(to->memory, sizeof(float) * (size_t)to->n_floats, anchor->stream);
         return 0;
     }
-    if (anchor_decompose(anchor, anchor->bias, anchor->stage.v, anchor->coded_passes > 1)) return -1;
+    if (anchor_decompose(anchor, anchor->bias, ARENA_V, anchor->coded_passes > 1)) return -1;
     for (int i = 0; i < anchor->stage.n_tensors; i++) {
         const Tensor *tensor = &anchor->stage.tensors[i];
         const Factor *f = &to->of[tensor->index];
@@ -4390,7 +4684,31 @@ static int anchor_bias(Anchor *anchor) {
     return anchor_bias_factors(anchor);
 }
 
-// One pass over the snapshot: gradient, momentum M <- beta M + (1-beta) G, factors.
+// M <- beta M + (1-beta) G: of floats at once, otherwise of the block matrices, which are all that is decomposed, piece
+// by piece.
+static void anchor_momentum(Anchor *anchor) {
+    Stage *stage = &anchor->stage;
+    Stream *stream = anchor->stream;
+    if (stage->moment_store == STORE_FP32 && stage->grad_store == STORE_FP32) {
+        vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, stream);
+        return;
+    }
+    float *scratch = wide_scratch(2 * STORE_PIECE, stream);
+    for (int i = 0; i < stage->n_tensors && scratch != NULL; i++) {
+        const Tensor *t = &stage->tensors[i];
+        Rounding rounding = rounding_of(stage->seed, t->index, ROUND_ANCHOR, anchor->passes);
+        for (int64_t at = 0; t->block && at < t->n; at += STORE_PIECE) {
+            int64_t n = t->n - at < STORE_PIECE ? t->n - at : STORE_PIECE;
+            Stored kept = stage_values(stage, ARENA_M, t);
+            float *room = scratch, *m = stored_open(kept, at, n, &room, stream);
+            const float *g = stored_open(stage_values(stage, ARENA_GRADS, t), at, n, &room, stream);
+            vector_momentum(m, g, anchor->beta, n, stream);
+            stored_close(kept, at, m, n, rounding, stream);
+        }
+    }
+}
+
+// One pass over the snapshot: gradient, momentum, factors.
 static int anchor_pass(Anchor *anchor) {
     Stage *stage = &anchor->stage;
     Batch *tokens = &anchor->tokens;
@@ -4411,7 +4729,7 @@ static int anchor_pass(Anchor *anchor) {
     if (!anchor->useless) {
         anchor->passes++;
         if (anchor->learns && learner_tables(&anchor->learner, anchor->passes, anchor->seed, anchor->stream)) return -1;
-        vector_momentum(stage->m, stage->grads, anchor->beta, stage->arena_floats, anchor->stream);
+        anchor_momentum(anchor);
         if (anchor->filters && anchor_factors(anchor)) return -1;
         if (anchor->corrects && anchor_bias(anchor)) return -1;
     }
@@ -4456,10 +4774,10 @@ static void anchor_launch(Anchor *anchor, const Stage *model, Arena arena, int r
     for (const Stage *stage = model; stage != NULL; stage = stage->next) {
         for (int i = 0; i < stage->n_tensors; i++) {
             const Tensor *from = &stage->tensors[i], *to = &anchor->stage.tensors[at++];
-            float *values = anchor->stage.params + to->offset;
-            device_copy(values, stage_arena(stage, arena) + from->offset, sizeof(float) * (size_t)from->n,
-                        stage->stream);
-            if (rounded) wire_round(WIRE_BF16, values, from->n, stage->stream);
+            Stored values = stage_values(&anchor->stage, ARENA_PARAMS, to);
+            stored_copy(values, stage_values(stage, arena, from), from->n, stage->stream);
+            if (rounded && values.store == STORE_FP32)
+                wire_round(WIRE_BF16, (float *)values.data, from->n, stage->stream);
         }
     }
     stream_wait(model->stream);
@@ -4514,6 +4832,20 @@ static void coded_free(CodedPass *coded, int n_boundaries) {
     klt_work_free(&coded->work);
 }
 
+// The anchor's model: gradients of all but embedding and head, which nobody wants; the momentum is kept as floats, or
+// as bf16 where the optimizer's moments are smaller. The codec's bias is a small difference: with it all are floats.
+static int anchor_table(Stage *stage, const Anchor *anchor, const Config *config) {
+    if (stage_table(stage, config, 0, config->n_layers)) return -1;
+    for (int i = 0; i < stage->n_tensors; i++)
+        stage->tensors[i].left_out = stage->tensors[i].n_dims == 2 && !stage->tensors[i].block;
+    stage->n_moments = 1 + anchor->corrects, stage->seed = anchor->seed;
+    stage->param_store = anchor->param_store;
+    if (anchor->corrects) return 0;
+    stage->grad_store = anchor->grad_store;
+    stage->moment_store = anchor->moment_store == STORE_FP32 ? STORE_FP32 : STORE_BF16;
+    return 0;
+}
+
 // Memory and thread. The fields fixed at start are set by the caller.
 static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     int threads = omp_get_max_threads(), result;
@@ -4523,8 +4855,8 @@ static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     result = stream_create(&anchor->stream, anchor->precision, anchor->threads);
     omp_set_num_threads(threads); // of the calling thread: its products are planned for all of them
     if (result != 0) return -1;
-    if (stage_table(&anchor->stage, config, 0, config->n_layers)) return -1;
-    anchor->stage.n_moments = 1 + anchor->corrects, anchor->stage.unrounded = anchor->unrounded;
+    if (anchor_table(&anchor->stage, anchor, config)) return -1;
+    anchor->stage.unrounded = anchor->unrounded;
     if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
     if (stage_alloc(&anchor->stage, anchor->stream) || batch_alloc(&anchor->tokens, anchor->batch, anchor->T))
         return -1;
@@ -4585,9 +4917,12 @@ static void stage_correct(Stage *stage, const Anchor *anchor, Stream *stream) {
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
         const Factor *f = &anchor->bias[anchor->front].of[tensor->index];
-        if (tensor->block)
-            matmul_product(stage->grads + tensor->offset, f->n, f->u, f->r, 0, f->v, f->r, 1, f->m, f->n, f->r, 0, 1,
-                           stream);
+        if (!tensor->block) continue;
+        Stored kept = stage_values(stage, ARENA_GRADS, tensor);
+        float *values = stored_matrix(kept, tensor->n, stream);
+        if (values == NULL) return;
+        matmul_product(values, f->n, f->u, f->r, 0, f->v, f->r, 1, f->m, f->n, f->r, 0, 1, stream);
+        stored_close(kept, 0, values, tensor->n, rounding_nearest(), stream);
     }
 }
 
@@ -4596,8 +4931,12 @@ static void stage_filter(Stage *stage, const Anchor *anchor, float alpha, Stream
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *tensor = &stage->tensors[i];
         const Factor *f = &anchor->sets[anchor->front].of[tensor->index];
-        if (tensor->block)
-            spectral_filter(stage->grads + tensor->offset, f->u, f->d, f->v, f->m, f->n, f->r, alpha, stream);
+        if (!tensor->block) continue;
+        Stored kept = stage_values(stage, ARENA_GRADS, tensor);
+        float *values = stored_matrix(kept, tensor->n, stream);
+        if (values == NULL) return;
+        spectral_filter(values, f->u, f->d, f->v, f->m, f->n, f->r, alpha, stream);
+        stored_close(kept, 0, values, tensor->n, rounding_nearest(), stream);
     }
 }
 
@@ -4817,12 +5156,18 @@ static json_t *data_hashes(const Trainer *trainer) {
     return json_string(text);
 }
 
-static int model_is_finite(const Stage *model, Stream *stream) {
+static int stage_is_finite(const Stage *stage, Stream *stream) {
     double sum = 0.0;
-    for (const Stage *stage = model; stage != NULL; stage = stage->next)
-        for (int i = 0; i < stage->n_tensors; i++)
-            sum += sum_of_squares(stage->params + stage->tensors[i].offset, stage->tensors[i].n, stream);
+    for (int i = 0; i < stage->n_tensors; i++)
+        sum += stored_squares(stage_values(stage, ARENA_PARAMS, &stage->tensors[i]), stage->tensors[i].n, stream);
     return isfinite(sum);
+}
+
+static int model_is_finite(const Stage *model, Stream *stream) {
+    int finite = 1;
+    for (const Stage *stage = model; stage != NULL && finite; stage = stage->next)
+        finite = stage_is_finite(stage, stream);
+    return finite;
 }
 
 static int mesh_is_finite(const Mesh *mesh, Stream *stream) {
@@ -4870,7 +5215,7 @@ static int load_codec(const SafeTensors *file, const CodecEnd *ends, int n_bound
 static int put_floats(const Stage *stage, SafeTensorsWriter *writer, int begun, const char *name, const float *from,
                       int64_t n) {
     if (!begun) return safetensors_declare(writer, name, DTYPE_F32, &n, 1);
-    stage_append(stage, writer, from, n, DTYPE_F32);
+    stage_append(stage, writer, stored_floats((float *)from), n, DTYPE_F32);
     return 0;
 }
 
@@ -4922,7 +5267,16 @@ static int learner_put(const Anchor *anchor, const Mesh *mesh, SafeTensorsWriter
 // to (n) in tensor memory = the tensor of a state file.
 static int load_floats(Anchor *anchor, const SafeTensors *file, const char *name, float *to, int64_t n) {
     const SafeTensor *tensor = state_tensor(file, name, n);
-    return tensor == NULL ? -1 : stage_read(&anchor->stage, to, n, tensor, 0);
+    return tensor == NULL ? -1 : stage_read(&anchor->stage, stored_floats(to), n, tensor, 0);
+}
+
+// A tensor of a state file, which has its values as they are kept.
+static int load_values(Anchor *anchor, const SafeTensors *file, const char *name, Stored to, int64_t n) {
+    const SafeTensor *tensor = safetensors_find(file, name);
+    if (to.store == STORE_FP32) return load_floats(anchor, file, name, (float *)to.data, n);
+    if (tensor == NULL || tensor->dtype != store_dtype(to.store, to.is_signed) || safetensor_count(tensor) != n)
+        return error_set("%s: tensor %s is missing or of another type", file->path, name);
+    return stage_read(&anchor->stage, to, n, tensor, 0);
 }
 
 // `to` = n_bytes of a state file.
@@ -5001,12 +5355,13 @@ static int load_factors(Anchor *anchor, const SafeTensors *file, const char *kin
 }
 
 // Reads an arena of the anchor's stage, tensors named prefix + their name.
-static int load_arena(Anchor *anchor, const SafeTensors *file, const char *prefix, float *arena) {
+static int load_arena(Anchor *anchor, const SafeTensors *file, const char *prefix, Arena arena) {
     char name[128];
     for (int i = 0; i < anchor->stage.n_tensors; i++) {
         const Tensor *of = &anchor->stage.tensors[i];
+        if (of->left_out) continue;
         snprintf(name, sizeof name, "%s%s", prefix, of->name);
-        if (load_floats(anchor, file, name, arena + of->offset, of->n)) return -1;
+        if (load_values(anchor, file, name, stage_values(&anchor->stage, arena, of), of->n)) return -1;
     }
     return 0;
 }
@@ -5068,9 +5423,9 @@ static int anchor_load(Trainer *trainer, const char *folder, const json_t *state
     }
     anchor->useless = json_is_true(json_object_get(saved, "useless"));
     if (path_join(path, folder, "anchor.bin") || safetensors_open(&file, path)) return -1;
-    result = load_arena(anchor, &file, "m.", anchor->stage.m);
+    result = load_arena(anchor, &file, "m.", ARENA_M);
     if (result == 0) result = load_factors(anchor, &file, "factors", anchor->sets);
-    if (result == 0 && anchor->corrects) result = load_arena(anchor, &file, "d.", anchor->stage.v);
+    if (result == 0 && anchor->corrects) result = load_arena(anchor, &file, "d.", ARENA_V);
     if (result == 0) result = load_factors(anchor, &file, "bias", anchor->bias);
     if (result == 0 && anchor->corrects) result = load_codec(&file, anchor->coded.ends, anchor->n_boundaries);
     if (result == 0) result = learner_load(anchor, &file);
@@ -5173,8 +5528,8 @@ typedef struct {
     char name[128];
     int n_dims;
     int64_t shape[2], n;
-    float *values; // F32 in tensor memory; NULL: U8
-    void *bytes;   // U8, the host's
+    Dtype dtype;
+    void *data; // tensor memory; of what the codec remembers the host's
 } ShardTensor;
 
 typedef struct {
@@ -5182,26 +5537,32 @@ typedef struct {
     int n;
 } ShardTensors;
 
-// A row of n values, or bytes where values are NULL; none for n = 0.
-static void pieces_add(ShardTensors *pieces, const char *prefix, const char *name, float *values, void *bytes,
-                       int64_t n) {
+// A row of n values; none for n = 0.
+static void pieces_add(ShardTensors *pieces, const char *prefix, const char *name, Dtype dtype, void *data, int64_t n) {
     ShardTensor *piece = &pieces->list[pieces->n];
     if (n == 0) return;
     snprintf(piece->name, sizeof piece->name, "%s%s", prefix, name);
     piece->n_dims = 1, piece->shape[0] = piece->n = n;
-    piece->values = values, piece->bytes = bytes;
+    piece->dtype = dtype, piece->data = data;
     pieces->n++;
 }
 
-// The tensors of an arena as prefix + their name; none of an arena that the stage has not.
-static void pieces_add_arena(ShardTensors *pieces, const Stage *stage, float *arena, const char *prefix) {
-    for (int i = 0; i < stage->n_tensors && arena != NULL; i++) {
-        const Tensor *tensor = &stage->tensors[i];
-        ShardTensor *piece = &pieces->list[pieces->n];
-        pieces_add(pieces, prefix, tensor->name, arena + tensor->offset, NULL, tensor->n);
-        piece->n_dims = tensor->n_dims;
-        piece->shape[0] = tensor->shape[0], piece->shape[1] = tensor->shape[1];
-    }
+// A tensor as prefix + its name, as it is kept; of 8-bit values the scales too.
+static void pieces_add_values(ShardTensors *pieces, const Tensor *tensor, Stored values, const char *prefix) {
+    ShardTensor *piece = &pieces->list[pieces->n];
+    char scales[48];
+    pieces_add(pieces, prefix, tensor->name, store_dtype(values.store, values.is_signed), values.data, tensor->n);
+    piece->n_dims = tensor->n_dims;
+    piece->shape[0] = tensor->shape[0], piece->shape[1] = tensor->shape[1];
+    if (values.store != STORE_INT8) return;
+    snprintf(scales, sizeof scales, "%sscale.", prefix);
+    pieces_add(pieces, scales, tensor->name, DTYPE_F32, values.scales, (tensor->n + STORE_BLOCK - 1) / STORE_BLOCK);
+}
+
+// The tensors of an arena; none of an arena that the stage has not.
+static void pieces_add_arena(ShardTensors *pieces, const Stage *stage, Arena arena, const char *prefix) {
+    for (int i = 0; i < stage->n_tensors && stage_arena(stage, arena) != NULL; i++)
+        pieces_add_values(pieces, &stage->tensors[i], stage_values(stage, arena, &stage->tensors[i]), prefix);
 }
 
 // All that a cell's shard holds, in the order of the file: parameters if wanted, moments, PipeMare's delta, the state
@@ -5211,33 +5572,45 @@ static int cell_pieces(ShardTensors *pieces, const Cell *cell, const CellState *
     static const char *const end_names[2] = {"codec.before.", "codec.behind."};
     const Stage *stage = &cell->stage;
     int n_older = versions_held(stage->delay, about->step);
-    size_t room = (size_t)stage->n_tensors * (size_t)(8 + n_older) + 2 + 2 * CODEC_STATES;
+    size_t room = (size_t)stage->n_tensors * (size_t)(10 + n_older) + 2 + 2 * CODEC_STATES; // two of them scales
     char prefix[32];
     CodecState states[CODEC_STATES];
     pieces->n = 0, pieces->list = (ShardTensor *)calloc(room, sizeof(ShardTensor));
     if (pieces->list == NULL) return error_set("out of memory for the list of a shard's tensors");
-    pieces_add_arena(pieces, stage, with_params ? stage->params : NULL, "p.");
-    pieces_add_arena(pieces, stage, stage->m, "m.");
-    pieces_add_arena(pieces, stage, stage->v, "v.");
-    pieces_add_arena(pieces, stage, stage->delta, "delta.");
-    pieces_add_arena(pieces, stage, stage->global, "global.");
-    pieces_add_arena(pieces, stage, stage->outer, "outer.");
-    pieces_add_arena(pieces, stage, stage->error, "error.");
-    pieces_add_arena(pieces, stage, stage->pending, "pending.");
+    if (with_params) pieces_add_arena(pieces, stage, ARENA_PARAMS, "p.");
+    pieces_add_arena(pieces, stage, ARENA_M, "m.");
+    pieces_add_arena(pieces, stage, ARENA_V, "v.");
+    pieces_add_arena(pieces, stage, ARENA_DELTA, "delta.");
+    pieces_add_arena(pieces, stage, ARENA_GLOBAL, "global.");
+    pieces_add_arena(pieces, stage, ARENA_OUTER, "outer.");
+    pieces_add_arena(pieces, stage, ARENA_ERROR, "error.");
+    pieces_add_arena(pieces, stage, ARENA_PENDING, "pending.");
     for (int age = 1; age <= n_older; age++) {
         snprintf(prefix, sizeof prefix, "older.%d.", age);
-        pieces_add_arena(pieces, stage, stage_version(stage, about->step, about->step - age), prefix);
+        const float *older = stage_version(stage, about->step, about->step - age);
+        for (int i = 0; i < stage->n_tensors; i++)
+            pieces_add_values(pieces, &stage->tensors[i], stage_param(stage, older, &stage->tensors[i]), prefix);
     }
-    pieces_add(pieces, "", "bases", stage->rotation, NULL, rotation_floats(stage, stage->n_tensors));
+    pieces_add(pieces, "", "bases", DTYPE_F32, stage->rotation, rotation_floats(stage, stage->n_tensors));
     if (cell->powersgd_q != NULL)
-        pieces_add(pieces, "", "powersgd", cell->powersgd_q, NULL,
+        pieces_add(pieces, "", "powersgd", DTYPE_F32, cell->powersgd_q,
                    powersgd_offset(stage, stage->n_tensors, about->powersgd_rank));
     for (int e = 0; e < 2; e++) {
         int n = about->ends[e] != NULL ? codec_end_states(about->ends[e], states) : 0;
         for (int k = 0; k < n; k++)
-            pieces_add(pieces, end_names[e], states[k].name, NULL, states[k].data, states[k].n_bytes);
+            pieces_add(pieces, end_names[e], states[k].name, DTYPE_U8, states[k].data, states[k].n_bytes);
     }
     return 0;
+}
+
+// Appends n_bytes of tensor memory, or of the host's, to a file's current tensor.
+static void stage_append_bytes(const Stage *stage, SafeTensorsWriter *writer, const void *data, int64_t n_bytes) {
+    int64_t piece = (int64_t)sizeof(float) * STAGING;
+    for (int64_t at = 0; at < n_bytes; at += piece) {
+        int64_t count = n_bytes - at < piece ? n_bytes - at : piece;
+        device_copy(stage->staging, (const char *)data + at, (size_t)count, stage->stream);
+        file_write(&writer->file, stage->staging, (size_t)count);
+    }
 }
 
 // Writes a cell's shard: all that another machine needs to go on with it, in a safetensors container whose metadata say
@@ -5259,16 +5632,12 @@ static int cell_save(const Cell *cell, const CellState *about, const char *path,
     int result = 0;
     for (int i = 0; i < pieces.n && result == 0; i++) {
         const ShardTensor *piece = &pieces.list[i];
-        Dtype dtype = piece->values != NULL ? DTYPE_F32 : DTYPE_U8;
-        result = safetensors_declare(&writer, piece->name, dtype, piece->shape, piece->n_dims);
+        result = safetensors_declare(&writer, piece->name, piece->dtype, piece->shape, piece->n_dims);
     }
     if (result == 0) result = safetensors_begin(&writer, path);
     for (int i = 0; i < pieces.n && result == 0; i++) {
         const ShardTensor *piece = &pieces.list[i];
-        if (piece->values != NULL)
-            stage_append(&cell->stage, &writer, piece->values, piece->n, DTYPE_F32);
-        else
-            file_write(&writer.file, piece->bytes, (size_t)piece->n);
+        stage_append_bytes(&cell->stage, &writer, piece->data, piece->n * (int64_t)dtype_size(piece->dtype));
     }
     free(pieces.list);
     return result == 0 ? file_writer_close(&writer.file) : -1;
@@ -5315,7 +5684,7 @@ static const SafeTensor *shard_tensor(const SafeTensors *file, const char *name,
 }
 
 static const SafeTensor *shard_piece(const SafeTensors *file, const ShardTensor *piece) {
-    return shard_tensor(file, piece->name, piece->values != NULL ? DTYPE_F32 : DTYPE_U8, piece->shape, piece->n_dims);
+    return shard_tensor(file, piece->name, piece->dtype, piece->shape, piece->n_dims);
 }
 
 // Checks all of the pieces before the first is read.
@@ -5327,12 +5696,9 @@ static int shard_read(const SafeTensors *file, Stage *stage, const ShardTensors 
     for (int i = 0; i < pieces->n; i++) {
         const ShardTensor *piece = &pieces->list[i];
         const SafeTensor *tensor = shard_piece(file, piece);
-        if (piece->values == NULL)
-            memcpy(piece->bytes, tensor->data, (size_t)piece->n);
-        else if (stage_read(stage, piece->values, piece->n, tensor, 0))
-            return -1;
+        device_copy(piece->data, tensor->data, (size_t)(tensor->end - tensor->begin), stage->stream);
     }
-    return 0;
+    return stream_check(stage->stream);
 }
 
 // Reads a shard of the cell's stage after about->step steps, be it of this replica or of another. with_params: it must
@@ -5384,7 +5750,9 @@ static const SafeTensor *merge_find(const SafeTensors *shards, int n_stages, con
     int merged = safetensors_find(&shards[0], "global.model.embed_tokens.weight") != NULL, s = 0;
     snprintf(name, sizeof name, "%s%s", merged ? "global." : "p.", tensor->name);
     while (s + 1 < n_stages && safetensors_find(&shards[s], name) == NULL) s++;
-    return shard_tensor(&shards[s], name, DTYPE_F32, tensor->shape, tensor->n_dims);
+    const SafeTensor *found = safetensors_find(&shards[s], name); // weights may be kept as bf16
+    Dtype dtype = found != NULL && found->dtype == DTYPE_BF16 && tensor->n_dims == 2 ? DTYPE_BF16 : DTYPE_F32;
+    return shard_tensor(&shards[s], name, dtype, tensor->shape, tensor->n_dims);
 }
 
 // Writes the table's weights as the shards have them. Takes over the reference to metadata.
@@ -5394,11 +5762,12 @@ static int merge_write(const SafeTensors *shards, int n_stages, const Stage *tab
     if (safetensors_writer_init(&writer, metadata)) return -1;
     for (int i = 0; i < table->n_tensors; i++) {
         const Tensor *tensor = &table->tensors[i];
-        if (merge_find(shards, n_stages, tensor) == NULL) {
+        const SafeTensor *from = merge_find(shards, n_stages, tensor);
+        if (from == NULL) {
             json_decref(writer.header);
             return -1;
         }
-        if (safetensors_declare(&writer, tensor->name, DTYPE_F32, tensor->shape, tensor->n_dims)) return -1;
+        if (safetensors_declare(&writer, tensor->name, from->dtype, tensor->shape, tensor->n_dims)) return -1;
     }
     if (safetensors_begin(&writer, path)) return -1;
     for (int i = 0; i < table->n_tensors; i++) {
@@ -5578,11 +5947,29 @@ static int resume_settings(Trainer *trainer, json_t **state) {
     for (int i = 0; i < OPTION_COUNT && result == 0; i++) {
         const char *name = option_table[i].name;
         if (!trainer->given[i] || json_equal(json_object_get(saved, name), json_object_get(now, name))) continue;
-        static const char *const fixed[] = {
-            "model",           "init",          "seq",         "dp",       "local-steps",  "fragments",
-            "overlap",         "powersgd-rank", "anchor-rank", "codec",    "codec-coding", "klt-predict",
-            "klt-forward",     "anchor-use",    "schedule",    "no-stash", "optimizer",    "rotate-source",
-            "rotate-geometry", "rotate-max-dim"};
+        static const char *const fixed[] = {"model",
+                                            "init",
+                                            "seq",
+                                            "dp",
+                                            "local-steps",
+                                            "fragments",
+                                            "overlap",
+                                            "powersgd-rank",
+                                            "anchor-rank",
+                                            "codec",
+                                            "codec-coding",
+                                            "klt-predict",
+                                            "optimizer-dtype",
+                                            "param-dtype",
+                                            "grad-dtype",
+                                            "klt-forward",
+                                            "anchor-use",
+                                            "schedule",
+                                            "no-stash",
+                                            "optimizer",
+                                            "rotate-source",
+                                            "rotate-geometry",
+                                            "rotate-max-dim"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -5650,6 +6037,14 @@ static void print_count(const char *label, double value, const char *unit) {
     printf("  %-28s %10.2f%s%s\n", label, value / divisor, scale, unit);
 }
 
+// The same of bytes, with how matrices are kept there.
+static void print_kept(const char *what, Store store, int64_t n_bytes) {
+    char name[16], label[64];
+    cli_choice_name(name, sizeof name, STORE_NAMES, store);
+    snprintf(label, sizeof label, "%s (%s)", what, name);
+    print_count(label, (double)n_bytes, "B");
+}
+
 static void bytes_add(StageBytes *sum, const StageBytes *more) {
     sum->params += more->params, sum->rounded += more->rounded, sum->grads += more->grads;
     sum->versions += more->versions;
@@ -5692,8 +6087,8 @@ static int64_t anchor_bytes(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
     Stage whole;
     int64_t n_bytes = 0;
-    if (stage_table(&whole, &trainer->config, 0, trainer->config.n_layers) == 0) {
-        whole.n_moments = 1 + trainer->anchor.corrects, whole.unrounded = mesh->cells[0].stage.unrounded;
+    if (anchor_table(&whole, &trainer->anchor, &trainer->config) == 0) {
+        whole.unrounded = mesh->cells[0].stage.unrounded;
         if (stage_plan(&whole, mesh->micro_batch, trainer->T, 1, trainer->opts.recompute) == 0) {
             StageBytes bytes = stage_bytes(&whole, trainer->precision, trainer->threads);
             int n_sets = 2 * (trainer->anchor.filters + trainer->anchor.corrects);
@@ -5779,6 +6174,12 @@ static int mesh_fits(const Trainer *trainer) {
                                                  : "; try --recompute, a smaller --micro-batch or --seq");
 }
 
+// What the machine still has for tensors; 0: not known.
+static int64_t memory_left(void) {
+    int64_t left = device_memory_left();
+    return left - left / 20; // a plan is right within 5%
+}
+
 // Says so where another codec is known to learn more from as many bytes.
 static void print_better_codec(const Trainer *trainer) {
     const Codec *codec = &trainer->mesh.codec;
@@ -5849,15 +6250,15 @@ static void print_plan(const Trainer *trainer) {
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
     print_count("parameters", (double)trainer->n_params, "");
     printf("memory:\n");
-    print_count("parameters (fp32)", (double)bytes.params, "B");
+    const Stage *first = mesh_model(mesh, 0);
+    print_kept("parameters", first->param_store, bytes.params);
     if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
     if (training) {
-        print_count("gradients (fp32)", (double)bytes.grads, "B");
-        print_count(mesh_model(mesh, 0)->optimizer.kind == OPTIMIZER_ADAMW ? "AdamW moments (2 x fp32)"
-                                                                           : "optimizer state (fp32)",
-                    (double)bytes.moments, "B");
+        print_kept("gradients", first->grad_store, bytes.grads);
+        print_kept(first->optimizer.kind == OPTIMIZER_ADAMW ? "AdamW moments" : "optimizer state", first->moment_store,
+                   bytes.moments);
     }
-    if (bytes.versions > 0) print_count("older weights (fp32)", (double)bytes.versions, "B");
+    if (bytes.versions > 0) print_kept("older weights", first->param_store, bytes.versions);
     if (bytes.outer > 0) print_count("outer steps (4 x fp32)", (double)bytes.outer, "B");
     print_count(opts->recompute ? "activations (recompute)" : "activations", (double)bytes.acts, "B");
     print_count("scratch of the ops", (double)bytes.scratch, "B");
@@ -5937,6 +6338,9 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.link_ms = (double)opts->link_ms;
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
     plan.keeps_delta = opts->optimizer == OPTIMIZER_PIPEMARE;
+    plan.param_size = opts->param_dtype == STORE_BF16 ? 2.0 : 4.0;
+    plan.grad_size = opts->grad_dtype == STORE_BF16 ? 2.0 : 4.0;
+    plan.moment_size = (double)store_bytes((Store)opts->optimizer_dtype, STORE_BLOCK) / STORE_BLOCK;
     plan.rotation_bytes = 4.0 * (double)rotation_floats(&mesh->cells[0].stage, mesh->cells[0].stage.n_tensors) /
                           mesh->cells[0].stage.n_layers;
     if (mesh->codec.kind == CODEC_KLT && trainer->anchored) {
@@ -7063,16 +7467,21 @@ static int anchor_role(const Trainer *trainer) {
     return mesh_cells(&trainer->mesh);
 }
 
-// Sends n floats of tensor memory in pieces, as bf16 or whole. Returns bytes, or -1.
-static int64_t node_send_floats(Trainer *trainer, uint64_t channel, Wire wire, const float *values, int64_t n) {
+// Sends n values of tensor memory in pieces, as bf16 or whole. Returns bytes, or -1.
+static int64_t node_send_values(Trainer *trainer, uint64_t channel, Wire wire, Stored values, int64_t n) {
     Mesh *mesh = &trainer->mesh;
     Codec codec = mesh->codec;
-    int64_t piece = mesh->message_bytes / 4, sent = 0;
+    int64_t most = mesh->message_bytes / 4,
+            piece = values.store == STORE_FP32 || most < STORE_PIECE ? most : STORE_PIECE;
+    int64_t sent = 0;
+    float *scratch = values.store == STORE_FP32 ? NULL : wide_scratch(piece, trainer->stream);
+    if (values.store != STORE_FP32 && scratch == NULL) return -1;
     codec.wire = wire;
     for (int64_t at = 0; at < n; at += piece) {
         int64_t count = n - at < piece ? n - at : piece;
-        int64_t n_bytes =
-            codec_encode_fp32(&codec, values + at, count, mesh->message, mesh->message_bytes, trainer->stream);
+        float *room = scratch;
+        const float *from = stored_open(values, at, count, &room, trainer->stream);
+        int64_t n_bytes = codec_encode_fp32(&codec, from, count, mesh->message, mesh->message_bytes, trainer->stream);
         if (n_bytes < 0 || node_carry(trainer->node, channel, mesh->message, n_bytes)) return -1;
         if (node_throttle(trainer->node, channel_parts(channel).to)) return -1;
         sent += n_bytes;
@@ -7095,8 +7504,8 @@ static int node_launch(Trainer *trainer) {
     if (node_carry(node, channel, &step, sizeof step)) return -1;
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
-        const float *from = stage_arena(stage, follows ? ARENA_GLOBAL : ARENA_PARAMS) + t->offset;
-        sent = node_send_floats(trainer, channel, follows ? WIRE_FP32 : trainer->anchor.wire, from, t->n);
+        Stored from = stage_values(stage, follows ? ARENA_GLOBAL : ARENA_PARAMS, t);
+        sent = node_send_values(trainer, channel, follows ? WIRE_FP32 : trainer->anchor.wire, from, t->n);
         if (sent < 0) return -1;
         cell->step.bytes[TRAFFIC_ANCHOR] += sent;
     }
@@ -7284,8 +7693,18 @@ static int node_meet_anchor(Trainer *trainer) {
 
 // --- The anchor's own process
 
-// n floats from a role into tensor memory, as they travel (wire) or whole. 1: the role is out of the run meanwhile.
-static int node_take_floats(Trainer *trainer, int from, Wire wire, float *values, int64_t n) {
+// Elements at .. at+n-1 of what is kept = the values of a message.
+static int node_take_piece(Trainer *trainer, const Codec *codec, const Parcel *parcel, Stored values, int64_t at,
+                           int64_t n) {
+    Stream *stream = trainer->stream;
+    float *room = values.store == STORE_FP32 ? (float *)values.data + at : wide_scratch(n, stream);
+    if (room == NULL || codec_decode_fp32(codec, parcel->event.data, parcel->event.n_bytes, room, n, stream)) return -1;
+    stored_close(values, at, room, n, rounding_nearest(), stream);
+    return 0;
+}
+
+// n values from a role into tensor memory, as they travel (wire) or whole. 1: the role is out of the run meanwhile.
+static int node_take_values(Trainer *trainer, int from, Wire wire, Stored values, int64_t n) {
     Mesh *mesh = &trainer->mesh;
     Codec codec = mesh->codec;
     codec.wire = wire;
@@ -7299,8 +7718,7 @@ static int node_take_floats(Trainer *trainer, int from, Wire wire, float *values
         int64_t count = parcel->event.n_bytes / codec_size(&codec);
         int failed = count < 1 || count > n - at ? error_set("role %d sends %lld weights where %lld are left", from,
                                                              (long long)count, (long long)(n - at))
-                                                 : codec_decode_fp32(&codec, parcel->event.data, parcel->event.n_bytes,
-                                                                     values + at, count, trainer->stream);
+                                                 : node_take_piece(trainer, &codec, parcel, values, at, count);
         stream_wait(trainer->stream);
         parcel_free(parcel);
         if (failed) return -1;
@@ -7335,7 +7753,8 @@ static int node_take_snapshot(Trainer *trainer, int lead, int64_t *step) {
         int from = cell_role(mesh, lead, s);
         result = node_take_step(trainer, from, step);
         for (int i = 0; i < stage->n_tensors && result == 0; i++, at++)
-            result = node_take_floats(trainer, from, wire, anchor->stage.params + anchor->stage.tensors[at].offset,
+            result = node_take_values(trainer, from, wire,
+                                      stage_values(&anchor->stage, ARENA_PARAMS, &anchor->stage.tensors[at]),
                                       stage->tensors[i].n);
     }
     for (int s = 0; s < mesh->n_stages && result == 1; s++)
@@ -7494,7 +7913,7 @@ static json_t *node_stand(Trainer *trainer, int gate) {
     json_t *begun = json_array();
     for (int f = 0; f < trainer->outer.n_fragments; f++)
         json_array_append_new(begun, json_integer((json_int_t)trainer->outer.begun[f]));
-    int finite = isfinite(sum_of_squares(cell->stage.params, cell->stage.arena_floats, trainer->stream));
+    int finite = stage_is_finite(&cell->stage, trainer->stream);
     json_t *go = node_agree(trainer, gate,
                             json_pack("{s:o, s:b, s:I, s:I, s:I, s:o, s:I}", "net", totals_to_json(trainer->node->net),
                                       "finite", finite, "adam_steps", (json_int_t)p->adam_steps, "samples",
@@ -7589,9 +8008,11 @@ static void mesh_reset(Mesh *mesh) {
 // A stage as it is before its first step, but for its weights.
 static int cell_clear(Trainer *trainer, Cell *cell) {
     Stage *stage = &cell->stage;
-    float *arenas[] = {stage->m, stage->v, stage->delta, stage->outer, stage->error, stage->pending};
-    for (int i = 0; i < 6; i++)
-        if (arenas[i] != NULL) device_zero(arenas[i], sizeof(float) * (size_t)stage->arena_floats, trainer->stream);
+    static const Arena arenas[] = {ARENA_M, ARENA_V, ARENA_DELTA, ARENA_OUTER, ARENA_ERROR, ARENA_PENDING};
+    for (int i = 0; i < 6; i++) {
+        float *memory = stage_arena(stage, arenas[i]);
+        if (memory != NULL) device_zero(memory, (size_t)stage_arena_bytes(stage, arenas[i]), trainer->stream);
+    }
     stage->has_basis = 0, cell->updates = 0;
     memset(&cell->total, 0, sizeof cell->total);
     memset(&stage->nesterov, 0, sizeof stage->nesterov);
@@ -7610,7 +8031,9 @@ static int node_fetch_weights(Trainer *trainer, Cell *cell) {
     for (int i = 0; i < cell->stage.n_tensors && result == 0; i++) {
         const Tensor *t = &cell->stage.tensors[i];
         const SafeTensor *tensor = state_tensor(&file, t->name, t->n);
-        result = tensor == NULL ? -1 : stage_read(&cell->stage, cell->stage.params + t->offset, t->n, tensor, 0);
+        result = tensor == NULL
+                     ? -1
+                     : stage_read(&cell->stage, stage_values(&cell->stage, ARENA_PARAMS, t), t->n, tensor, 0);
     }
     safetensors_close(&file);
     unlink(path);
@@ -7631,8 +8054,7 @@ static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
     else if (strcmp(weights, "file") == 0 && node_fetch_weights(trainer, cell))
         return -1;
     trainer->anchor.deliveries = 0; // factors and tables of before are not this state's
-    if (stage->meets)
-        device_copy(stage->global, stage->params, sizeof(float) * (size_t)stage->arena_floats, trainer->stream);
+    stage_begin_meeting(stage);
     if (cell_clear(trainer, cell)) return -1;
     if (shard < 0) return 0;
     CellState about = cell_state(trainer, cell);
@@ -7658,13 +8080,13 @@ static int node_fetch_embed(Trainer *trainer, const json_t *from) {
     stage.staging = staging, stage.stream = trainer->stream;
     int result = 0;
     if (json_is_true(json_object_get(from, "init"))) {
-        tensor_init(tensor, embed, staging, (uint64_t)trainer->opts.seed, trainer->stream);
+        tensor_init(tensor, stored_floats(embed), staging, (uint64_t)trainer->opts.seed, trainer->stream);
     } else {
         result = node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "embed", path);
         if (result == 0) result = safetensors_open(&file, path);
         if (result == 0) {
             const SafeTensor *from_file = state_tensor(&file, tensor->name, tensor->n);
-            result = from_file == NULL ? -1 : stage_read(&stage, embed, tensor->n, from_file, 0);
+            result = from_file == NULL ? -1 : stage_read(&stage, stored_floats(embed), tensor->n, from_file, 0);
             safetensors_close(&file);
             unlink(path);
         }
@@ -8291,6 +8713,39 @@ static int decide_optimizer(Trainer *trainer) {
     return 0;
 }
 
+// What wants floats where something smaller is asked for; NULL: nothing.
+static const char *wants_floats(const Trainer *trainer) {
+    const Options *opts = &trainer->opts;
+    int others = opts->param_dtype != STORE_FP32 || opts->grad_dtype != STORE_FP32;
+    int any = others || opts->optimizer_dtype != STORE_FP32, halves = opts->grad_dtype != STORE_FP32;
+    if (any && opts->optimizer == OPTIMIZER_ROTATE) return "--optimizer rotate";
+    if (any && opts->optimizer == OPTIMIZER_PIPEMARE) return "--optimizer pipemare";
+    if (others && opts->measure_alignment > 0) return "--measure-alignment";
+    if (halves && opts->probe > 0) return "--probe";
+    if (halves && trainer->mesh.n_gpus > 1) return "--gpus";
+    if (halves && trainer->dp == MESH_DP_DENSE) return "--dp dense";
+    return NULL;
+}
+
+// How parameters, gradients and moments are kept, on every cell and the anchor.
+static int decide_stores(Trainer *trainer, int training) {
+    const Options *opts = &trainer->opts;
+    const char *wants = training ? wants_floats(trainer) : NULL;
+    Anchor *anchor = &trainer->anchor;
+    if (wants != NULL)
+        return error_set("%s works on fp32 values; leave out --optimizer-dtype, --param-dtype and --grad-dtype", wants);
+    anchor->seed = (uint64_t)opts->seed;
+    anchor->param_store = (Store)opts->param_dtype, anchor->grad_store = (Store)opts->grad_dtype;
+    anchor->moment_store = (Store)opts->optimizer_dtype;
+    for (int i = 0; i < mesh_cells(&trainer->mesh); i++) {
+        Stage *stage = &trainer->mesh.cells[i].stage;
+        stage->seed = anchor->seed, stage->unrounded = 0;
+        stage->param_store = anchor->param_store, stage->grad_store = anchor->grad_store;
+        stage->moment_store = anchor->moment_store;
+    }
+    return 0;
+}
+
 // How replicas meet in outer steps.
 static int decide_outer(Trainer *trainer) {
     const Options *opts = &trainer->opts;
@@ -8370,6 +8825,121 @@ static int decide_gpus(Trainer *trainer, int training) {
     return 0;
 }
 
+// Counts the mesh's memory with the settings as they are now.
+static int plan_mesh(Trainer *trainer, int B, int T, int training) {
+    Mesh *mesh = &trainer->mesh;
+    if (decide_stores(trainer, training)) return -1;
+    if (mesh_plan(mesh, trainer->opts.batch, B, T, training, trainer->opts.recompute, trainer->dp == MESH_DP_DILOCO))
+        return -1;
+    decide_rounding(trainer);
+    return 0;
+}
+
+// Multiplications and additions a second of a thread, for a guess how long a step takes here: oneDNN on a Zen 5, less
+// what is no matrix product.
+#define GUESSED_BF16 250e9
+#define GUESSED_FP32 100e9
+#define LONGEST_STEP 60.0 // seconds
+
+// Seconds that a sequence of every fast replica takes, forward and backward.
+static double guess_seconds(const Trainer *trainer) {
+    const Mesh *mesh = &trainer->mesh;
+    double flops = 0.0, rate = trainer->precision == PRECISION_BF16 ? GUESSED_BF16 : GUESSED_FP32;
+    for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
+        flops += stage_flops(stage, (double)trainer->T, trainer->T) * (trainer->opts.recompute ? 4.0 : 3.0);
+    return flops * mesh->n_replicas / (rate * trainer->threads);
+}
+
+// What is picked where the user has left it to the program, in this order: what costs nothing but time, then what
+// changes results, the least first.
+typedef enum { PICK_MICRO_BATCH, PICK_RECOMPUTE, PICK_BF16, PICK_PARAMS, PICK_GRADS, PICK_INT8, PICK_RANK, PICKS } Pick;
+
+// Makes a pick. 0: the user has decided, or there is nothing to pick.
+static int pick_one(Trainer *trainer, Pick pick) {
+    static const char *const names[PICKS] = {"micro-batch", "recompute",       "optimizer-dtype", "param-dtype",
+                                             "grad-dtype",  "optimizer-dtype", "anchor-rank"};
+    Options *opts = &trainer->opts;
+    int rank = (int)larger(trainer->config.channels / 16, 1);
+    if (is_given(trainer, names[pick])) return 0;
+    if (pick == PICK_MICRO_BATCH && (trainer->B == 1 || opts->schedule == SCHEDULE_ASYNC)) return 0;
+    if (pick == PICK_RECOMPUTE && (opts->recompute || opts->no_stash)) return 0;
+    if (pick == PICK_RANK && (!trainer->anchored || trainer->anchor.rank <= rank)) return 0;
+    switch (pick) {
+    case PICK_MICRO_BATCH: trainer->B = opts->micro_batch = 1; break;
+    case PICK_RECOMPUTE: opts->recompute = 1; break;
+    case PICK_BF16: opts->optimizer_dtype = STORE_BF16; break;
+    case PICK_PARAMS: opts->param_dtype = STORE_BF16; break;
+    case PICK_GRADS: opts->grad_dtype = STORE_BF16; break;
+    case PICK_INT8: opts->optimizer_dtype = STORE_INT8; break;
+    default: trainer->anchor.rank = opts->anchor_rank = rank; break;
+    }
+    if (wants_floats(trainer) == NULL) return 1;
+    opts->optimizer_dtype = opts->param_dtype = opts->grad_dtype = STORE_FP32; // none was given, else it were refused
+    return 0;
+}
+
+// Makes picks until the plan fits into `room` bytes; 1 if it does. What was needed before comes to *before.
+static int pick_memory(Trainer *trainer, int64_t room, int64_t *before) {
+    MeshBytes bytes = mesh_bytes(trainer);
+    int64_t needed = *before = mesh_bytes_device(&bytes);
+    for (int pick = 0; pick < PICKS && needed > room; pick++) {
+        if (!pick_one(trainer, (Pick)pick)) continue;
+        if (plan_mesh(trainer, trainer->B, trainer->T, 1)) return -1;
+        bytes = mesh_bytes(trainer);
+        needed = mesh_bytes_device(&bytes);
+    }
+    return needed <= room;
+}
+
+// Says which options have been picked, as they would be given. Returns how many.
+static int print_picks(const Options *before, const Options *now) {
+    int n = 0;
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option *option = &option_table[i];
+        int was, is;
+        char value[16];
+        if (option->type != OPTION_INT && option->type != OPTION_FLAG && option->type != OPTION_CHOICE) continue;
+        memcpy(&was, (const char *)before + option->offset, sizeof was);
+        memcpy(&is, (const char *)now + option->offset, sizeof is);
+        if (was == is) continue;
+        printf("%s --%s", n++ == 0 ? "picked:" : ",", option->name);
+        if (option->type == OPTION_CHOICE) cli_choice_name(value, sizeof value, option->choices, is);
+        if (option->type == OPTION_INT) snprintf(value, sizeof value, "%d", is);
+        if (option->type != OPTION_FLAG) printf(" %s", value);
+    }
+    return n;
+}
+
+// The batch and what else the user has left open, so that a run of this process alone fits into `room` bytes and, on a
+// CPU, its steps take no longer than a minute or so; says what it has picked. Where nothing helps all stays as it was:
+// the plan says what is missing. Of a mesh of several machines, and of a run that goes on, it changes nothing.
+static int pick_settings(Trainer *trainer, int64_t room) {
+    Options *opts = &trainer->opts, before = *opts;
+    int64_t needed;
+    int B = trainer->B, rank = trainer->anchor.rank;
+    if (is_node(trainer) || is_host(opts) || opts->resume) return 0;
+    double of_one = guess_seconds(trainer);
+    if (DEVICE_IS_HOST && !is_given(trainer, "batch") && opts->schedule == SCHEDULE_SYNC &&
+        opts->batch * of_one > LONGEST_STEP) {
+        opts->batch = of_one < LONGEST_STEP ? (int)(LONGEST_STEP / of_one) : 1;
+        if (trainer->B > opts->batch) trainer->B = opts->batch;
+        if (plan_mesh(trainer, trainer->B, trainer->T, 1)) return -1;
+    }
+    int fits = pick_memory(trainer, room > 0 ? room : INT64_MAX, &needed);
+    if (fits < 0) return -1;
+    if (!fits) {
+        memcpy(opts, &before, sizeof before);
+        trainer->B = B, trainer->anchor.rank = rank;
+        return plan_mesh(trainer, B, trainer->T, 1);
+    }
+    if (print_picks(&before, opts) == 0) return 0;
+    if (opts->batch != before.batch) printf(", for steps of about %.0f s", opts->batch * guess_seconds(trainer));
+    if (room > 0 && needed > room)
+        printf(", where %.1f GB were needed and %.1f are free", 1e-9 * (double)needed, 1e-9 * (double)room);
+    printf("; what you give is not changed\n");
+    return 0;
+}
+
 // The length of the run, once the data are known.
 static int decide_steps(Trainer *trainer) {
     const Options *opts = &trainer->opts;
@@ -8398,6 +8968,8 @@ static int export_model(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     static const Dtype dtypes[] = {DTYPE_BF16, DTYPE_F32, DTYPE_F16};
     Dtype dtype = dtypes[opts->export_dtype];
+    if (opts->param_dtype != STORE_FP32)
+        return error_set("--param-dtype has no effect: exported weights are of --export-dtype");
     const Stage *model = mesh_model(&trainer->mesh, 0);
     int result, has_tokenizer = 1;
     if (ends_with(opts->export_to, ".bin"))
@@ -8697,7 +9269,6 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     int needs_data = (training && !(opts->dry_run && opts->data.n == 0)) || action == ACTION_EVAL ||
                      action == ACTION_SHOW || action == ACTION_TOKENIZE;
     if (needs_data && (is_node(trainer) ? node_open_data(trainer) : open_data(trainer))) return -1;
-    if (training && decide_steps(trainer)) return -1;
     decide_size(trainer, action, &B, &T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
                (uint64_t)opts->seed);
@@ -8712,8 +9283,9 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
             "apart; give a larger one",
             B, opts->batch);
     mesh->asynchronous = training && opts->schedule == SCHEDULE_ASYNC, mesh->stash = !opts->no_stash;
-    if (mesh_plan(mesh, opts->batch, B, T, training, opts->recompute, trainer->dp == MESH_DP_DILOCO)) return -1;
-    decide_rounding(trainer);
+    if (plan_mesh(trainer, B, T, training)) return -1;
+    if (training && pick_settings(trainer, memory_left())) return -1;
+    if (training && decide_steps(trainer)) return -1;
     if ((training && !is_node(trainer)) || opts->dry_run) print_plan(trainer);
     return 0;
 }
@@ -8727,7 +9299,7 @@ static int start_anchor(Trainer *trainer) {
     anchor->micro_batch = trainer->B < anchor->batch ? trainer->B : anchor->batch, anchor->T = trainer->T;
     anchor->debias = opts->anchor_debias, anchor->precision = trainer->precision;
     anchor->threads = opts->anchor_threads > 0 ? opts->anchor_threads : (trainer->threads + 1) / 2;
-    anchor->seed = (uint64_t)opts->seed, anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
+    anchor->beta = opts->anchor_beta, anchor->tau = opts->tau;
     anchor->tau_relative = opts->tau_relative, anchor->wire = (Wire)opts->wire;
     anchor->unrounded = trainer->mesh.cells[0].stage.unrounded;
     anchor->learns = opts->codec == CODEC_KLT, anchor->n_boundaries = trainer->mesh.n_stages - 1;

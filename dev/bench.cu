@@ -131,7 +131,7 @@ static int bench_parts(Precision precision) {
     float loss[CHUNK], rstd[N], *lse = (float *)malloc(sizeof(float) * N * NH);
     if (base == NULL || targets == NULL || lse == NULL) return -1;
     float *weight = base, *dweight = base + (size_t)V * C, *logits = dweight + (size_t)V * C;
-    Weight w = {weight, NULL};
+    Weight w = {weight, NULL, 0};
     float *x = logits + (size_t)CHUNK * V, *y = x + (size_t)N * 2 * F, *q = y + (size_t)N * 2 * F;
     float *dq = q + (size_t)N * QKV, *z = dq + (size_t)N * QKV;
     for (int64_t i = 0; i < floats; i++) base[i] = (float)((uint64_t)i * 2654435761u >> 8 & 0xFFFF) / 65536.0f - 0.5f;

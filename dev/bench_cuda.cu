@@ -120,7 +120,7 @@ struct Pieces {
         return (T *)piece;
     }
     Weight weight(int64_t n) {
-        Weight weight = {NULL, NULL};
+        Weight weight = {NULL, NULL, 0};
         if (MATMUL_BF16)
             weight.rounded = take<uint16_t>(n);
         else

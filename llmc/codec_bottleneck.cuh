@@ -42,7 +42,7 @@ static inline int64_t codec_bottleneck_encode(const Codec *codec, const CodecEnd
     int64_t n_bytes = codec_bytes(codec, context, n, H), n_values = (int64_t)n * K;
     if (codec_fits(n_bytes, cap) || bottleneck_message(&m, end->basis, n_bytes, n_values, (int64_t)K * H, stream))
         return -1;
-    Weight basis = {m.basis, NULL};
+    Weight basis = {m.basis, NULL, 0};
     matmul_forward(m.values, x, basis, n, H, K, NULL, stream);
     if (codec->wire == WIRE_FP32)
         codec_convert((float *)m.wired, m.values, n_values, stream);
@@ -60,7 +60,7 @@ static inline int codec_bottleneck_decode(const Codec *codec, const CodecEnd *en
     if (codec_is_whole(n_bytes, codec_bytes(codec, context, n, H)) ||
         bottleneck_message(&m, end->basis_back, n_bytes, n_values, (int64_t)K * H, stream))
         return -1;
-    Weight back = {m.basis, NULL};
+    Weight back = {m.basis, NULL, 0};
     device_copy(m.wired, in, (size_t)n_bytes, stream);
     if (codec->wire == WIRE_FP32)
         codec_convert(m.values, (const float *)m.wired, n_values, stream);

@@ -22,7 +22,7 @@ static inline int64_t codec_bottleneck_encode(const Codec *codec, const CodecEnd
                                               const floatX *x, int n, int H, void *out, int64_t cap, Stream *stream) {
     int K = mask_kept(codec->mask_rate, H);
     int64_t n_bytes = codec_bytes(codec, context, n, H), n_values = (int64_t)n * K;
-    Weight basis = {end->basis, NULL};
+    Weight basis = {end->basis, NULL, 0};
     if (codec_fits(n_bytes, cap)) return -1;
     float *values = codec_bottleneck_scratch(n_values, stream);
     if (values == NULL) return -1;
@@ -36,7 +36,7 @@ static inline int codec_bottleneck_decode(const Codec *codec, const CodecEnd *en
                                           const void *in, int64_t n_bytes, floatX *x, int n, int H, Stream *stream) {
     int K = mask_kept(codec->mask_rate, H);
     int64_t n_values = (int64_t)n * K;
-    Weight back = {end->basis_back, NULL};
+    Weight back = {end->basis_back, NULL, 0};
     if (codec_is_whole(n_bytes, codec_bytes(codec, context, n, H))) return -1;
     float *values = codec_bottleneck_scratch(n_values, stream);
     if (values == NULL) return -1;

@@ -161,8 +161,9 @@ static inline void *scratch_get(Scratch *scratch, size_t n_bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams
 
-// Operands; an op's own temporaries; what an optimizer's step passes through.
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_COUNT };
+// Operands; an op's own temporaries; what an optimizer's step passes through; floats of what is kept
+// as something else; activations of cells that compute in turn.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_TURN, SCRATCH_COUNT };
 
 // What an op keeps in a stream between calls (plans, handles), and how it goes when the stream does.
 enum { KEPT_MATMUL, KEPT_LINALG, KEPT_COUNT };
@@ -239,6 +240,12 @@ static inline int device_has_fp32(void) {
 static inline int64_t device_memory(void) {
     size_t free_bytes, bytes;
     return cudaMemGetInfo(&free_bytes, &bytes) == cudaSuccess ? (int64_t)bytes : 0;
+}
+
+// How much of it is free.
+static inline int64_t device_memory_left(void) {
+    size_t free_bytes, bytes;
+    return cudaMemGetInfo(&free_bytes, &bytes) == cudaSuccess ? (int64_t)free_bytes : 0;
 }
 
 // The library of matrix products, in words.

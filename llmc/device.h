@@ -17,7 +17,7 @@
 #include <sys/mman.h> // mmap, madvise
 
 #include "error.h"
-#include "host_memory.h" // host_memory
+#include "host_memory.h" // host_memory, host_memory_left
 
 typedef float floatX; // storage type of activations on this backend
 
@@ -40,6 +40,13 @@ typedef enum { PRECISION_FP32 = 0, PRECISION_BF16 = 1 } Precision; // inputs of 
 #define DEVICE_GAP                      0
 #endif
 
+#ifdef TESTING
+static int64_t device_taken; // bytes handed out and not given back: tests hold plans against it
+#define device_count(n_bytes) __atomic_fetch_add(&device_taken, (int64_t)(n_bytes), __ATOMIC_SEQ_CST)
+#else
+#define device_count(n_bytes) ((void)0)
+#endif
+
 // Zeroed memory of n_bytes, aligned to a cache line; NULL with an error message when there is none.
 // Large pieces come straight from the kernel with huge pages: fewer TLB misses, and untouched pages cost nothing.
 static inline void *device_alloc(size_t n_bytes) {
@@ -55,6 +62,7 @@ static inline void *device_alloc(size_t n_bytes) {
     }
     if (total >= ((size_t)4 << 20)) madvise(base, total, MADV_HUGEPAGE); // advice only: no matter if refused
     *(size_t *)base = total;
+    device_count(total);
     return base + DEVICE_ALIGN;
 }
 
@@ -64,6 +72,7 @@ static inline void device_free(void *pointer) {
 #if defined(__SANITIZE_ADDRESS__)
     ASAN_UNPOISON_MEMORY_REGION(base, *(size_t *)base); // the addresses will serve others
 #endif
+    device_count(-(int64_t) * (size_t *)base);
     munmap(base, *(size_t *)base);
 }
 
@@ -97,8 +106,9 @@ typedef struct {
 
 #define MATMUL_SLOTS 1024
 
-// Bf16 operands; an op's own temporaries; what an optimizer's step passes through.
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_COUNT };
+// Bf16 operands; an op's own temporaries; what an optimizer's step passes through; floats of what is kept
+// as something else; activations of cells that compute in turn.
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_OP, SCRATCH_STEP, SCRATCH_WIDE, SCRATCH_TURN, SCRATCH_COUNT };
 
 // A queue of work and what its ops keep between calls. One thread at a time uses a stream.
 typedef struct Stream {
@@ -150,6 +160,11 @@ static inline void stream_wait(Stream *stream) {
 // Bytes of memory for tensors: the host's.
 static inline int64_t device_memory(void) {
     return host_memory();
+}
+
+// How much of it is free.
+static inline int64_t device_memory_left(void) {
+    return host_memory_left();
 }
 
 // The library of matrix products, in words.

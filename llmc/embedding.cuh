@@ -17,10 +17,10 @@
 #define EMBEDDING_BLOCK 256
 
 // grid N, block 256: a block a row. No shared memory. Moves 6*N*C bytes in bf16 where no token comes twice.
-template <int WIDTH>
+template <int WIDTH, typename T>
 __global__ static void __launch_bounds__(EMBEDDING_BLOCK)
-    embedding_forward_kernel(floatX *out, const uint32_t *tokens, const float *weight, int C) {
-    const float *row = weight + (size_t)tokens[blockIdx.x] * C;
+    embedding_forward_kernel(floatX *out, const uint32_t *tokens, const T *weight, int C) {
+    const T *row = weight + (size_t)tokens[blockIdx.x] * C;
     floatX *to = out + (size_t)blockIdx.x * C;
     for (int c = (int)threadIdx.x * WIDTH; c < C; c += EMBEDDING_BLOCK * WIDTH)
         values_store(to + c, values_load<WIDTH>(row + c));
@@ -95,10 +95,22 @@ __global__ static void __launch_bounds__(EMBEDDING_BLOCK)
 static inline void embedding_forward(floatX *out, const uint32_t *tokens, const float *weight, int N, int C,
                                      Stream *stream) {
     if (C % FLOATX_WIDTH == 0 && aligned_16(out, weight))
-        LAUNCH((embedding_forward_kernel<FLOATX_WIDTH>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens, weight,
-               C);
+        LAUNCH((embedding_forward_kernel<FLOATX_WIDTH, float>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens,
+               weight, C);
     else
-        LAUNCH((embedding_forward_kernel<1>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens, weight, C);
+        LAUNCH((embedding_forward_kernel<1, float>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens, weight, C);
+}
+
+// The same of a weight that is kept as bf16.
+static inline void embedding_forward_bf16(floatX *out, const uint32_t *tokens, const uint16_t *weight, int N, int C,
+                                          Stream *stream) {
+    const __nv_bfloat16 *halves = (const __nv_bfloat16 *)weight;
+    if (C % 8 == 0 && aligned_16(out, weight))
+        LAUNCH((embedding_forward_kernel<8, __nv_bfloat16>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens,
+               halves, C);
+    else
+        LAUNCH((embedding_forward_kernel<1, __nv_bfloat16>), (unsigned)N, EMBEDDING_BLOCK, 0, stream, out, tokens,
+               halves, C);
 }
 
 // dweight (V, C) +=, dout (N, C)

@@ -63,27 +63,28 @@ typedef enum { MESH_DP_NONE, MESH_DP_DILOCO, MESH_DP_DENSE } MeshDp;
 
 typedef struct {
     Config config;
-    int replicas, stages;                     // X, Y
-    int batch, T;                             // sequences a step of each fast replica, their tokens
-    int micro_batch;                          // sequences computed at once
-    int recompute;                            // 1: inner activations are computed again in backward
-    int64_t logits_floats;                    // logits that exist at once on the last stage
-    float mask_rate;                          // p; 0: nothing is masked, and the anchor is off
-    int anchor;                               // 1: the last replica is the anchor circuit
-    int anchor_rank;                          // of its factors; 0: full
-    int anchor_delay;                         // Delta, fast steps from snapshot to delivery
-    int factor_sets;                          // of gradients, of the codec's bias
-    double table_bytes;                       // of a boundary's tables, both directions; 0: none
-    double table_memory, codec_memory;        // of a boundary's tables in use; of a cell that has some, beside them
-    double learn_memory;                      // of the anchor's cell behind a boundary
-    int keeps_delta;                          // 1: the optimizer keeps a third value beside the moments
-    double rotation_bytes;                    // of a layer's bases and their moments, in memory
-    MeshDp dp;                                // between fast replicas; off with one
-    int local_steps;                          // of DiLoCo between averages
-    int powersgd_rank;                        // 0: the largest that gives MESH_POWERSGD_RATIO
-    int wire_bytes;                           // of a value on the wire: 2 or 4
-    double link_mbps, link_ms, device_tflops; // of a cell
-    int asynchronous, stash;                  // a step is one micro-batch; older parameters are kept for backwards
+    int replicas, stages;                      // X, Y
+    int batch, T;                              // sequences a step of each fast replica, their tokens
+    int micro_batch;                           // sequences computed at once
+    int recompute;                             // 1: inner activations are computed again in backward
+    int64_t logits_floats;                     // logits that exist at once on the last stage
+    float mask_rate;                           // p; 0: nothing is masked, and the anchor is off
+    int anchor;                                // 1: the last replica is the anchor circuit
+    int anchor_rank;                           // of its factors; 0: full
+    int anchor_delay;                          // Delta, fast steps from snapshot to delivery
+    int factor_sets;                           // of gradients, of the codec's bias
+    double table_bytes;                        // of a boundary's tables, both directions; 0: none
+    double table_memory, codec_memory;         // of a boundary's tables in use; of a cell that has some, beside them
+    double learn_memory;                       // of the anchor's cell behind a boundary
+    int keeps_delta;                           // 1: the optimizer keeps a third value beside the moments
+    double rotation_bytes;                     // of a layer's bases and their moments, in memory
+    double param_size, grad_size, moment_size; // bytes of a value in memory; 0: 4
+    MeshDp dp;                                 // between fast replicas; off with one
+    int local_steps;                           // of DiLoCo between averages
+    int powersgd_rank;                         // 0: the largest that gives MESH_POWERSGD_RATIO
+    int wire_bytes;                            // of a value on the wire: 2 or 4
+    double link_mbps, link_ms, device_tflops;  // of a cell
+    int asynchronous, stash;                   // a step is one micro-batch; older parameters are kept for backwards
 } MeshPlan;
 
 #define MESH_POWERSGD_RATIO 64.0
@@ -180,11 +181,12 @@ static inline int plan_check(const MeshPlan *plan) {
         const char *name;
         double value, min, max;
     } rates[] = {
-        {"mask-rate", (double)plan->mask_rate, 0.0, 0.999999}, {"link rate in Mbit/s", plan->link_mbps, 1e-6, 1e9},
-        {"link latency in ms", plan->link_ms, 0.0, 1e9},       {"device TFLOP/s", plan->device_tflops, 1e-6, 1e9},
-        {"tables' bytes", plan->table_bytes, 0.0, 1e15},       {"tables' memory", plan->table_memory, 0.0, 1e15},
-        {"codec's memory", plan->codec_memory, 0.0, 1e15},     {"learner's memory", plan->learn_memory, 0.0, 1e15},
-        {"rotation's memory", plan->rotation_bytes, 0.0, 1e15}};
+        {"mask-rate", (double)plan->mask_rate, 0.0, 0.999999},  {"link rate in Mbit/s", plan->link_mbps, 1e-6, 1e9},
+        {"link latency in ms", plan->link_ms, 0.0, 1e9},        {"device TFLOP/s", plan->device_tflops, 1e-6, 1e9},
+        {"tables' bytes", plan->table_bytes, 0.0, 1e15},        {"tables' memory", plan->table_memory, 0.0, 1e15},
+        {"codec's memory", plan->codec_memory, 0.0, 1e15},      {"learner's memory", plan->learn_memory, 0.0, 1e15},
+        {"rotation's memory", plan->rotation_bytes, 0.0, 1e15}, {"a parameter's bytes", plan->param_size, 0.0, 4.0},
+        {"a gradient's bytes", plan->grad_size, 0.0, 4.0},      {"a moment's bytes", plan->moment_size, 0.0, 4.0}};
     if (config_check(&plan->config, "mesh")) return -1;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].min || sizes[i].value > sizes[i].max)
@@ -220,9 +222,13 @@ static inline double cell_act_bytes(const MeshPlan *plan, int n_layers, int is_l
     return 4.0 * (in_flight * kept + turns + head);
 }
 
-// Stage s of the plan, with n_layers layers. Memory is fp32 as in train_gpt.cu, without the bf16 copy it makes where
-// there is room; DiLoCo keeps the global parameters, the outer momentum and PowerSGD's error feedback and Q. 1F1B lets
-// stage s have Y - s micro-batches in flight; without a flush they are of as many steps.
+static inline double value_size(double size) {
+    return size > 0.0 ? size : 4.0;
+}
+
+// Stage s of the plan, with n_layers layers. Memory is as in train_gpt.cu, without the bf16 copy it makes where there
+// is room; DiLoCo keeps the global parameters, the outer momentum and PowerSGD's error feedback and Q. 1F1B lets stage
+// s have Y - s micro-batches in flight; without a flush they are of as many steps.
 static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s, int n_layers, int n_fast, int rank) {
     const Config *config = &plan->config;
     int Y = plan->stages, is_last = s == Y - 1, n_micro = plan_micro_batches(plan);
@@ -240,9 +246,11 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     double arena = 4.0 * (double)cell->n_params;
     double vectors = (double)(n_layers * config_layer_vectors(config) + is_last * config_norm(config));
     double matrices = (double)cell->n_params - vectors;
-    cell->param_bytes = arena, cell->grad_bytes = arena, cell->moment_bytes = (2.0 + plan->keeps_delta) * arena;
+    double params = value_size(plan->param_size) * (double)cell->n_params, grads = value_size(plan->grad_size);
+    cell->param_bytes = params, cell->grad_bytes = grads * (double)cell->n_params;
+    cell->moment_bytes = 2.0 * value_size(plan->moment_size) * (double)cell->n_params + plan->keeps_delta * arena;
     cell->moment_bytes += n_layers * plan->rotation_bytes;
-    cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * arena : 0.0;
+    cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * params : 0.0;
     int in_flight = plan->asynchronous ? versions_delay(s, Y) + 1 : schedule_in_flight(s, Y, n_micro);
     cell->act_bytes = cell_act_bytes(plan, n_layers, is_last, in_flight);
     double anchor_acts = cell_act_bytes(plan, n_layers, is_last, schedule_in_flight(s, Y, n_micro)); // it has a flush
@@ -255,12 +263,13 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     }
     if (plan_has_anchor(plan)) {
         double snapshot = n_fast == 1 ? (double)cell->n_params : 0.0; // else it follows the averages for free
-        double momentum = 4.0 * (double)(n_layers * config_layer_matrices(config));
+        double blocks = (double)(n_layers * config_layer_matrices(config));
+        double momentum = (value_size(plan->moment_size) < 4.0 ? 2.0 : 4.0) * blocks;
         cell->factor_bytes = 4.0 * factors;
         double sent = wire * (plan->factor_sets * factors + snapshot);
         sent += plan->table_bytes * n_beside;
         cell->anchor_bytes = sent / (plan->anchor_delay * tokens);
-        cell->anchor_memory_bytes = 2.0 * arena + momentum + cell->factor_bytes + anchor_acts;
+        cell->anchor_memory_bytes = params + grads * blocks + momentum + cell->factor_bytes + anchor_acts;
         cell->anchor_memory_bytes += s > 0 ? plan->learn_memory : 0.0;
         cell->codec_bytes = n_beside * plan->table_memory + (n_beside > 0 ? plan->codec_memory : 0.0);
     }

@@ -24,6 +24,7 @@
 #include "device.cuh" // floatX, Stream, LAUNCH
 #include "dtype.h"    // bf16_of_float
 #include "packed.cuh" // Pack
+#include "store.cuh"  // stored_read, stored_write
 
 #ifdef CUDA_EMULATOR
 #define MATMUL_WORKSPACE ((size_t)64 << 10) // every page that is allocated costs time there
@@ -287,13 +288,33 @@ static inline void matmul_batch(float *out, int64_t ldo, int64_t stride_out, con
     matmul_run(out, a, b, shape, 1.0f, 0.0f, stream);
 }
 
+// A gradient that is kept as bf16 is computed in slices of at most so many values.
+#ifdef TESTING
+#define MATMUL_SLICE 700
+#else
+#define MATMUL_SLICE ((int64_t)16 << 20)
+#endif
+
 typedef struct {
-    const float *full;
+    const float *full;       // NULL: the weight is kept as bf16 only
     const uint16_t *rounded; // its bf16 copy, or NULL: rounded at each product
+    int half_grad;           // 1: its gradient is kept as bf16
 } Weight;
+
+// Floats of n values that are kept as bf16, in scratch; NULL without memory.
+static inline float *matmul_widened(const uint16_t *from, int64_t n, int slot, Stream *stream) {
+    float *copy = (float *)scratch_get(&stream->scratch[slot], sizeof(float) * (size_t)n);
+    Stored kept = {(void *)from, NULL, STORE_BF16, 1};
+    if (copy == NULL)
+        stream->failed = 1;
+    else
+        stored_read(copy, kept, 0, n, stream);
+    return copy;
+}
 
 // A weight (M, K) as the products of this build read it; NULL without memory for its copy.
 static inline const void *matmul_weight(Weight weight, int K, int M, Stream *stream) {
+    if (!MATMUL_BF16 && weight.full == NULL) return matmul_widened(weight.rounded, (int64_t)M * K, SCRATCH_B, stream);
     if (!MATMUL_BF16) return weight.full;
     if (weight.rounded != NULL) return weight.rounded;
     uint16_t *copy = (uint16_t *)scratch_get(&stream->scratch[SCRATCH_B], sizeof(uint16_t) * (size_t)K * (size_t)M);
@@ -302,6 +323,11 @@ static inline const void *matmul_weight(Weight weight, int K, int M, Stream *str
     else
         bf16_round(copy, weight.full, M, K, K, stream);
     return copy;
+}
+
+// Floats of a gradient that is kept as bf16 and computed at once, of a weight of so many values.
+static inline int64_t matmul_grad_floats(int64_t weight) {
+    return weight < MATMUL_SLICE ? weight : MATMUL_SLICE;
 }
 
 // Bytes of the device that a stream keeps for products whose largest weight has so many values: activations and their
@@ -320,13 +346,33 @@ static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, i
                    stream);
 }
 
-// dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x. x (N, K), weight (M, K).
+// dweight (M, K) bf16 = or += dout^T x: the sum in fp32, rounded to the nearest.
+static inline void matmul_half_grad(uint16_t *dweight, const floatX *dout, const floatX *x, int N, int K, int M,
+                                    int accumulate, Stream *stream) {
+    int64_t slice = MATMUL_SLICE / K > 0 ? MATMUL_SLICE / K : 1;
+    for (int64_t m = 0; m < M; m += slice) {
+        int64_t rows = M - m < slice ? M - m : slice;
+        MatmulShape shape = {rows, K, N, M, K, K, 0, 0, 0, 1, 0, MATMUL_BF16, 0, 0, 0, 0, 0};
+        Stored kept = {dweight + m * K, NULL, STORE_BF16, 1};
+        float *sum = matmul_widened(dweight + m * K, rows * K, SCRATCH_WIDE, stream);
+        if (sum == NULL) return;
+        matmul_run(sum, dout + m, x, shape, 1.0f, accumulate ? 1.0f : 0.0f, stream);
+        stored_write(kept, 0, sum, rows * K, rounding_nearest(), stream);
+    }
+}
+
+// dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x, in bf16 where weight.half_grad says so; NULL: not
+// wanted. x (N, K), weight (M, K).
 static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, Weight weight,
                                    int N, int K, int M, int accumulate_dweight, Stream *stream) {
     MatmulShape input = {N, K, M, M, K, K, 0, 0, 0, 0, 0, MATMUL_BF16, MATMUL_BF16, 0, 0, 0, 0};
     MatmulShape weights = {M, K, N, M, K, K, 0, 0, 0, 1, 0, MATMUL_BF16, 0, 0, 0, 0, 0};
     matmul_run(dx, dout, matmul_weight(weight, K, M, stream), input, 1.0f, 0.0f, stream);
-    matmul_run(dweight, dout, x, weights, 1.0f, accumulate_dweight ? 1.0f : 0.0f, stream);
+    if (dweight == NULL) return;
+    if (weight.half_grad)
+        matmul_half_grad((uint16_t *)dweight, dout, x, N, K, M, accumulate_dweight, stream);
+    else
+        matmul_run(dweight, dout, x, weights, 1.0f, accumulate_dweight ? 1.0f : 0.0f, stream);
 }
 
 #endif

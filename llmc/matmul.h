@@ -14,6 +14,7 @@
 
 #include "device.h" // floatX, Stream
 #include "dtype.h"  // bf16_of_float
+#include "store.h"  // stored_read, stored_write
 
 #define MATMUL_BF16_MIN_ROWS 16
 // A weight beyond this many elements is multiplied in slices of its outputs, which bounds the bf16 scratch.
@@ -178,9 +179,21 @@ static inline Operand matmul_operand(const float *from, int64_t rows, int64_t co
 }
 
 typedef struct {
-    const float *full;
+    const float *full;       // NULL: the weight is kept as bf16 only
     const uint16_t *rounded; // its bf16 copy, or NULL: rounded at each product
+    int half_grad;           // 1: its gradient is kept as bf16
 } Weight;
+
+// Floats of n values that are kept as bf16, in scratch; NULL without memory.
+static inline float *matmul_widened(const uint16_t *from, int64_t n, int slot, Stream *stream) {
+    float *copy = (float *)scratch_get(&stream->scratch[slot], sizeof(float) * (size_t)n);
+    Stored kept = {(void *)from, NULL, STORE_BF16, 1};
+    if (copy == NULL)
+        stream->failed = 1;
+    else
+        stored_read(copy, kept, 0, n, stream);
+    return copy;
+}
 
 // Rows m.. of a weight (M, K) as a product reads them.
 static inline Operand matmul_weight(Weight weight, int64_t m, int64_t rows, int64_t K, int bf16, Stream *stream) {
@@ -188,11 +201,20 @@ static inline Operand matmul_weight(Weight weight, int64_t m, int64_t rows, int6
         Operand kept = {weight.rounded + m * K, K};
         return kept;
     }
+    if (weight.full == NULL) {
+        Operand widened = {matmul_widened(weight.rounded + m * K, rows * K, SCRATCH_B, stream), K};
+        return widened;
+    }
     return matmul_operand(weight.full + m * K, rows, K, K, bf16, SCRATCH_B, stream);
 }
 
 static inline int64_t matmul_slice(int64_t M, int64_t K) {
     return M * K <= MATMUL_SLICE ? M : MATMUL_SLICE / K > 0 ? MATMUL_SLICE / K : 1;
+}
+
+// Floats of a gradient that is kept as bf16 and computed at once, of a weight of so many values.
+static inline int64_t matmul_grad_floats(int64_t weight) {
+    return weight < MATMUL_SLICE ? weight : MATMUL_SLICE;
 }
 
 // Bytes of bf16 copies that a stream keeps for products of at most so many values each.
@@ -214,7 +236,18 @@ static inline void matmul_forward(floatX *out, const floatX *x, Weight weight, i
     }
 }
 
-// dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x. x (N, K), weight (M, K).
+// dweight (rows, K) bf16 = or += grad^T input: the sum in fp32, rounded to the nearest.
+static inline void matmul_half_grad(uint16_t *dweight, Operand grad, Operand input, int64_t rows, int N, int K,
+                                    int bf16, int accumulate, Stream *stream) {
+    Stored kept = {dweight, NULL, STORE_BF16, 1};
+    float *sum = matmul_widened(dweight, rows * K, SCRATCH_WIDE, stream);
+    if (sum == NULL) return;
+    matmul_product(sum, K, grad.data, grad.ld, 1, input.data, input.ld, 0, rows, K, N, bf16, accumulate, stream);
+    stored_write(kept, 0, sum, rows * K, rounding_nearest(), stream);
+}
+
+// dx (N, K) = dout (N, M) weight; dweight (M, K) = or += dout^T x, in bf16 where weight.half_grad says so; NULL: not
+// wanted. x (N, K), weight (M, K).
 static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, Weight weight,
                                    int N, int K, int M, int accumulate_dweight, Stream *stream) {
     int bf16 = matmul_is_bf16(N, stream);
@@ -225,8 +258,12 @@ static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dou
         Operand grad = matmul_operand(dout + m, N, width, M, bf16, SCRATCH_C, stream);
         Operand w = matmul_weight(weight, m, width, K, bf16, stream);
         matmul_product(dx, K, grad.data, grad.ld, 0, w.data, w.ld, 0, N, K, width, bf16, m > 0, stream);
-        matmul_product(dweight + m * K, K, grad.data, grad.ld, 1, input.data, input.ld, 0, width, K, N, bf16,
-                       accumulate_dweight, stream);
+        if (dweight == NULL) continue;
+        if (weight.half_grad)
+            matmul_half_grad((uint16_t *)dweight + m * K, grad, input, width, N, K, bf16, accumulate_dweight, stream);
+        else
+            matmul_product(dweight + m * K, K, grad.data, grad.ld, 1, input.data, input.ld, 0, width, K, N, bf16,
+                           accumulate_dweight, stream);
     }
 }
 

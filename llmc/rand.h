@@ -22,7 +22,8 @@ typedef enum {
     RAND_POWERSGD = 7,
     RAND_BOTTLENECK = 8,
     RAND_KLT = 12,
-    RAND_ALIGNMENT = 13
+    RAND_ALIGNMENT = 13,
+    RAND_ROUND = 14
 } RandStream;
 
 typedef struct {

@@ -27,6 +27,17 @@ static void embedding_case(int N, int C, int V, int offset) {
     float *ours = host_of_device_x(out, n);
     check_same(ours, expected, sizeof(float) * (size_t)n, "forward");
 
+    uint16_t *halves = (uint16_t *)malloc(sizeof(uint16_t) * (size_t)(n_weight + offset));
+    for (int i = 0; i < n_weight + offset; i++) halves[i] = bf16_of_float(weight[i]);
+    uint16_t *device_halves = device_of_host(halves, n_weight + offset);
+    embedding_forward_bf16(out, device_tokens, device_halves + offset, N, C, test_stream);
+    cpu::embedding_forward_bf16(expected, tokens, halves + offset, N, C, test_cpu_stream);
+    float *widened = host_of_device_x(out, n);
+    check_same(widened, expected, sizeof(float) * (size_t)n, "forward of bf16");
+    device_release(device_halves, n_weight + offset, "halves");
+    free(widened);
+    free(halves);
+
     embedding_backward(device_dweight + offset, device_dout, device_tokens, N, C, test_stream);
     cpu::embedding_backward(dweight + offset, dout, tokens, N, C, test_cpu_stream);
     float *sums = host_of_device(device_dweight, n_weight + offset);

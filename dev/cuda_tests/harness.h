@@ -30,6 +30,7 @@
 #include "../../llmc/portable.h"
 #include "../../llmc/rand.h"
 #include "../../llmc/rope_config.h"
+#include "../../llmc/store_format.h"
 #include "../../llmc/vmath.h"
 
 namespace cpu {

@@ -20,7 +20,7 @@ static void matmul_case(int N, int K, int M, int accumulate, int kept) {
     float *on_w = device_of_host(w, n_w), *on_dw = accumulate ? device_of_host(dw, n_w) : device_nan<float>(n_w);
     uint16_t *rounded = device_nan<uint16_t>(n_w);
     bf16_round(rounded, on_w, M, K, K, test_stream);
-    Weight weight = {on_w, kept ? rounded : NULL};
+    Weight weight = {on_w, kept ? rounded : NULL, 0};
     if (kept && MATMUL_BF16) weight.full = NULL;
     floatX *on_residual = accumulate == 2 ? on_out : NULL; // from one place to another
     if (accumulate == 2) on_out = device_nan<floatX>(n_out);
@@ -31,7 +31,7 @@ static void matmul_case(int N, int K, int M, int accumulate, int kept) {
                    test_stream);
     matmul_backward(on_dx, on_dw, on_dout, on_x, weight, N, K, M, accumulate, test_stream);
     for (int64_t i = 0; i < n_w; i++) w[i] = to_float(to_floatX(w[i]));
-    cpu::Weight same = {w, NULL};
+    cpu::Weight same = {w, NULL, 0};
     float *residual = (float *)malloc(sizeof(float) * (size_t)n_out);
     memcpy(residual, out, sizeof(float) * (size_t)n_out);
     cpu::matmul_forward(out, x, same, N, K, M, accumulate == 2 ? residual : accumulate ? out : NULL, test_cpu_stream);
@@ -50,6 +50,43 @@ static void matmul_case(int N, int K, int M, int accumulate, int kept) {
     free(x);
     free(w);
     free(dout);
+}
+
+// The products of a weight that is kept as bf16 only, and its gradient too, in slices (MATMUL_SLICE); added to or not.
+static void matmul_half_case(int N, int K, int M, int accumulate) {
+    int64_t n_x = (int64_t)N * K, n_w = (int64_t)M * K, n_out = (int64_t)N * M;
+    float *x = host_random_x(n_x, 12, 1.0f), *w = host_random(n_w, 13, 1.0f), *dout = host_random_x(n_out, 14, 1.0f);
+    float *dx = host_nan(n_x), *out = host_nan(n_out), *dw = host_random(n_w, 16, 1.0f);
+    uint16_t *halves = (uint16_t *)malloc(sizeof(uint16_t) * (size_t)n_w);
+    uint16_t *grads = (uint16_t *)malloc(sizeof(uint16_t) * (size_t)n_w);
+    for (int64_t i = 0; i < n_w; i++) halves[i] = bf16_of_float(w[i]), grads[i] = bf16_of_float(dw[i]);
+    floatX *on_x = device_of_host_x(x, n_x), *on_dout = device_of_host_x(dout, n_out);
+    floatX *on_out = device_nan<floatX>(n_out), *on_dx = device_nan<floatX>(n_x);
+    uint16_t *on_halves = device_of_host(halves, n_w), *on_grads = device_of_host(grads, n_w);
+    Weight weight = {NULL, on_halves, 1};
+    cpu::Weight same = {NULL, halves, 1};
+    matmul_forward(on_out, on_x, weight, N, K, M, NULL, test_stream);
+    matmul_backward(on_dx, (float *)on_grads, on_dout, on_x, weight, N, K, M, accumulate, test_stream);
+    cpu::matmul_forward(out, x, same, N, K, M, NULL, test_cpu_stream);
+    cpu::matmul_backward(dx, (float *)grads, dout, x, same, N, K, M, accumulate, test_cpu_stream);
+    uint16_t *ours = host_of_device(on_grads, n_w);
+    float *values = host_nan(n_w);
+    for (int64_t i = 0; i < n_w; i++) values[i] = float_of_bf16(ours[i]), dw[i] = float_of_bf16(grads[i]);
+    check_close(values, dw, n_w, 4e-3, "dweight in bf16"); // a sum that falls on the other side of a tie
+    check_device(on_out, out, n_out, FLOATX_TOL, "out");
+    check_device(on_dx, dx, n_x, FLOATX_TOL, "dx");
+    device_release(on_x, n_x, "x");
+    device_release(on_dout, n_out, "dout");
+    device_release(on_halves, n_w, "halves");
+    device_release(on_grads, n_w, "gradient");
+    free(x);
+    free(w);
+    free(dout);
+    free(dw);
+    free(values);
+    free(ours);
+    free(halves);
+    free(grads);
 }
 
 // A matrix (rows, cols) with a gap of `gap` values behind each row, `shift` values off the usual alignment.
@@ -215,6 +252,10 @@ static void planted_cases(void) {
 #endif
 
 static void test_cuda_matmul(void) {
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+        matmul_half_case(20, 24, 40, accumulate);
+        matmul_half_case(33, 37, 65, accumulate);
+    }
     static const int layers[][3] = {{1, 1, 1}, {3, 5, 7}, {17, 33, 65}, {64, 128, 32}, {130, 65, 17}};
     static const int64_t products[][3] = {{1, 1, 1}, {3, 17, 5}, {65, 31, 130}, {40, 24, 16}};
     for (size_t i = 0; i < sizeof layers / sizeof *layers; i++)
