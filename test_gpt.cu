@@ -8930,12 +8930,14 @@ static const struct {
     {"families_train", test_families_train},
 #endif
     {"memory_levels", test_memory_levels},
+#ifndef DEVICE_CUDA
     {"memory_random", test_memory_random},
     {"memory_int8", test_memory_int8},
     {"memory_bf16", test_memory_bf16},
     {"memory_training", test_memory_training},
-    {"memory_resume", test_memory_resume},
     {"memory_stages", test_memory_stages},
+#endif
+    {"memory_resume", test_memory_resume},
     {"memory_meshes", test_memory_meshes},
     {"memory_refused", test_memory_refused},
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
@@ -8943,9 +8945,9 @@ static const struct {
 #endif
 #ifndef DEVICE_CUDA
     {"memory_plan", test_memory_plan},
-#endif
     {"memory_picks", test_memory_picks},
     {"memory_headline", test_memory_headline},
+#endif
     {"launch", test_launch},
 #ifdef WITH_ZMQ
     {"launch_run", test_launch_run},

@@ -571,7 +571,7 @@ static int64_t moment_bytes(const Stage *stage) {
 // Where a tensor lies in the memory of the parameters, or of the gradients; NULL: it has none there.
 static float *tensor_in(float *memory, const Tensor *t, int is_grad) {
     if (is_grad && t->left_out) return NULL;
-    return (float *)((char *)memory + (is_grad ? t->grad_place : t->place));
+    return (float *)(void *)((char *)memory + (is_grad ? t->grad_place : t->place));
 }
 
 // Points a ModelTensors that has its layers into a memory of the parameters' layout, or of the gradients'.
@@ -917,7 +917,7 @@ static Stored stage_values(const Stage *stage, Arena arena, const Tensor *t) {
     if ((arena != ARENA_M && arena != ARENA_V) || stage->moment_store == STORE_FP32) return values;
     values.store = stage->moment_store, values.is_signed = arena == ARENA_M;
     values.data = (char *)memory + (values.store == STORE_BF16 ? 2 : 1) * t->offset;
-    values.scales = (float *)((char *)memory + moment_codes(stage)) + t->first_block;
+    values.scales = (float *)(void *)((char *)memory + moment_codes(stage)) + t->first_block;
     return values;
 }
 
@@ -1017,7 +1017,7 @@ static int stage_alloc(Stage *stage, Stream *stream) {
 // A weight of this stage as the products take it.
 static Weight stage_weight(const Stage *stage, const float *weight) {
     int half_grad = stage->grad_store != STORE_FP32 && weight != stage->p.embed;
-    Weight half = {NULL, (const uint16_t *)weight, half_grad};
+    Weight half = {NULL, (const uint16_t *)(const void *)weight, half_grad};
     if (stage->param_store != STORE_FP32) return half;
     Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->used) : NULL, half_grad};
     return view;
@@ -1044,7 +1044,7 @@ static void stage_use(Stage *stage, float *weights) {
 }
 
 static float *stage_slot(const Stage *stage, int slot) {
-    return (float *)((char *)stage->versions + slot * stage->param_bytes);
+    return (float *)(void *)((char *)stage->versions + slot * stage->param_bytes);
 }
 
 // Where the weights of a version lie that the stage still has, after `done` updates.

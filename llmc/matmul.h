@@ -260,7 +260,8 @@ static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dou
         matmul_product(dx, K, grad.data, grad.ld, 0, w.data, w.ld, 0, N, K, width, bf16, m > 0, stream);
         if (dweight == NULL) continue;
         if (weight.half_grad)
-            matmul_half_grad((uint16_t *)dweight + m * K, grad, input, width, N, K, bf16, accumulate_dweight, stream);
+            matmul_half_grad((uint16_t *)(void *)dweight + m * K, grad, input, width, N, K, bf16, accumulate_dweight,
+                             stream);
         else
             matmul_product(dweight + m * K, K, grad.data, grad.ld, 1, input.data, input.ld, 0, width, K, N, bf16,
                            accumulate_dweight, stream);
