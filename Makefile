@@ -207,7 +207,7 @@ lint:
 	@$(MAKE) --no-print-directory lint-format lint-cppcheck $(LINT_C) $(LINT_CUDA)
 
 lint-format:
-	clang-format --dry-run -Werror $(SOURCES)
+	@clang-format --dry-run -Werror $(SOURCES)
 
 $(LINT_C): lint-c/%:
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
