@@ -8935,9 +8935,9 @@ static const struct {
     {"memory_int8", test_memory_int8},
     {"memory_bf16", test_memory_bf16},
     {"memory_training", test_memory_training},
+    {"memory_resume", test_memory_resume},
     {"memory_stages", test_memory_stages},
 #endif
-    {"memory_resume", test_memory_resume},
     {"memory_meshes", test_memory_meshes},
     {"memory_refused", test_memory_refused},
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
