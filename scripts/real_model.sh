@@ -3,10 +3,10 @@
 # taken from there, never kept in this repository), learns the medical definitions as a conversation, its boundaries
 # compressed 20 times. Prints held-out loss before and after, answers before and after, and exports to Hugging Face and GGUF.
 #   scripts/real_model.sh [folder]       default: runs/real; the model is kept there and taken again
-# STEPS: of the training (60, about 10 minutes on two cores); OPTIONS: more of ./train's.
+# STEPS: of the training (20: three minutes in all on two cores); OPTIONS: more of ./train's (--codec klt).
 set -eu
 cd "$(dirname "$0")/.."
-folder=${1:-runs/real} steps=${STEPS:-60}
+folder=${1:-runs/real} steps=${STEPS:-20} options=${OPTIONS:---codec klt}
 model=$folder/smollm2-135m-instruct.gguf
 mkdir -p "$folder"
 
@@ -49,7 +49,7 @@ run=$folder/run
 rm -rf "$run"
 # shellcheck disable=SC2086  # a list of options
 ./train -m "$model" -d "$folder/train.jsonl" --val-data "$folder/val.jsonl" -p 0.95 -b 4 -t 256 -n "$steps" \
-    --val-every "$steps" --val-tokens 8192 --save-every "$steps" --keep 1 -o "$run" ${OPTIONS:-}
+    --val-every "$steps" --val-tokens 8192 --save-every "$steps" --keep 1 -o "$run" $options
 echo "== after"
 held_out "$run/latest/model.bin"
 answers "$run/latest/model.bin" after
