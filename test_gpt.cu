@@ -1153,31 +1153,34 @@ static void test_model_masked(void) {
     fixture_close(&f);
 }
 
-// The logits of one sequence grown token by token in a cache equal those of the whole forward.
+// The head's inputs of one sequence of T tokens, grown piece by piece in a cache, equal those of the whole forward.
+static void check_cached_forward(Fixture *f, int T, const int *pieces, int n_pieces, double tol, const char *name) {
+    int C = f->stage.config.channels, done = 0;
+    float *whole = guarded(T * C), *grown = guarded(T * C);
+    KvCache cache;
+    if (!check(kv_cache_alloc(&cache, &f->stage.config, T) == 0, "no memory for a cache")) exit(1);
+    model_round(&f->stage, f->stream);
+    model_forward(&f->stage, f->batch.tokens, NULL, 1, T, NULL, NULL, NULL, f->stream);
+    copy_activations(whole, f->stage.normed, T * C, f->stream);
+    for (int p = 0; p < n_pieces; p++) {
+        model_forward(&f->stage, f->batch.tokens + done, NULL, 1, pieces[p], &cache, NULL, NULL, f->stream);
+        copy_activations(grown + done * C, f->stage.normed, pieces[p] * C, f->stream);
+        done += pieces[p];
+    }
+    check(done == T && cache.used == T, "the pieces do not add up");
+    check_close(grown, whole, (int64_t)T * C, tol, name);
+    release(grown, T * C, "cached");
+    release(whole, T * C, "whole");
+    device_free(cache.rows);
+}
+
 static void test_kv_cache(void) {
     static const char *const names[] = {"tied", "untied"};
     static const int pieces[] = {1, 5, 1, 1, 12, 1, 8};
     for (int i = 0; i < 2; i++) {
         Fixture f;
         if (fixture_open(&f, names[i], 1, 0, MODEL_PRECISION, 2)) return;
-        int T = 29, C = f.stage.config.channels, done = 0;
-        float *whole = guarded(T * C), *grown = guarded(T * C);
-        KvCache cache = {NULL, T, 0};
-        cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
-                                            (size_t)config_kv_dim(&f.stage.config));
-        model_round(&f.stage, f.stream);
-        model_forward(&f.stage, f.batch.tokens, NULL, 1, T, NULL, NULL, NULL, f.stream);
-        copy_activations(whole, f.stage.normed, T * C, f.stream);
-        for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
-            model_forward(&f.stage, f.batch.tokens + done, NULL, 1, pieces[p], &cache, NULL, NULL, f.stream);
-            copy_activations(grown + done * C, f.stage.normed, pieces[p] * C, f.stream);
-            done += pieces[p];
-        }
-        check(done == T && cache.used == T, "the pieces do not add up");
-        check_close(grown, whole, (int64_t)T * C, model_tol(2e-6, 2e-2), "cached");
-        release(grown, T * C, "cached");
-        release(whole, T * C, "whole");
-        device_free(cache.rows);
+        check_cached_forward(&f, 29, pieces, 7, model_tol(2e-6, 2e-2), "cached");
         fixture_close(&f);
     }
 }
@@ -8651,6 +8654,18 @@ static void check_same_as_one(const char *one, const char *many, int anchored) {
     }
 }
 
+// The same run in one process and in several, with this many joiners, gives the same bits.
+static void check_processes_as_one(const char *words, const char *name, int joiners, const char *done, int anchored) {
+    char command[1100], one[48], many[48];
+    Meshing m;
+    snprintf(one, sizeof one, "%s_one", name), snprintf(many, sizeof many, "%s_many", name);
+    snprintf(command, sizeof command, "%s -o @/%s", words, one);
+    check_run(0, NULL, command, done);
+    meshing_start(&m, words, many, joiners);
+    meshing_end(&m, done);
+    check_same_as_one(one, many, anchored);
+}
+
 // The same run in one process and in several: the same bits. Must fail for: a snapshot rounded twice, factors used a
 // step late, samples drawn in another order, a version of the weights too new, averages in another order.
 static void test_processes(void) {
@@ -8668,17 +8683,13 @@ static void test_processes(void) {
         {ASYNC "-y 3 --no-stash --optimizer pipemare", 2},
         {ASYNC "-x 3 -y 2 --codec klt -p 0.8 --anchor-delay 3 --local-steps 3", 4},
     };
-    char words[1024], command[1100], one[32], many[32];
-    Meshing m;
+    char words[1024], name[32];
     write_corpus();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        snprintf(one, sizeof one, "one%zu", i), snprintf(many, sizeof many, "many%zu", i);
+        snprintf(name, sizeof name, "cells%zu", i);
         snprintf(words, sizeof words, DEEP "%s -n 8 --precision fp32 --val-every 3 --save-every 5", cases[i].words);
-        snprintf(command, sizeof command, "%s -o @/%s", words, one);
-        check_run(0, NULL, command, "done: 8 steps");
-        meshing_start(&m, words, many, cases[i].joiners);
-        meshing_end(&m, "done: 8 steps");
-        check_same_as_one(one, many, strstr(cases[i].words, "anchor") != NULL);
+        check_processes_as_one(words, name, cases[i].joiners, "done: 8 steps",
+                               strstr(cases[i].words, "anchor") != NULL);
     }
 }
 

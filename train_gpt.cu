@@ -684,9 +684,16 @@ static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int
     acts->rstd_qk = carve_f(carver, N * config_qk_rows(config));
 }
 
+// The gradients that exist only while a layer is computed.
+static void carve_layer_grads(Carver *carver, Grads *d, const Stage *stage, int64_t N) {
+    int64_t F = stage->config.ffn;
+    d->dhidden = carve_x(carver, N * larger(F, stage->A));
+    d->dwide = carve_x(carver, N * larger(2 * F, stage->QKV));
+}
+
 // Lays out (base != NULL) or counts what a stage that borrows needs while it computes; returns bytes.
 static int64_t stage_carve_turn(Stage *stage, void *base) {
-    int64_t N = (int64_t)stage->max_B * stage->max_T, F = stage->config.ffn;
+    int64_t N = (int64_t)stage->max_B * stage->max_T;
     Carver carver = {(char *)base, 0, 1};
     LayerActs shared;
     carve_layer(&carver, &shared, stage, N);
@@ -694,8 +701,7 @@ static int64_t stage_carve_turn(Stage *stage, void *base) {
         shared.x = stage->acts[i].x;
         stage->acts[i] = shared;
     }
-    stage->d.dhidden = carve_x(&carver, N * larger(F, stage->A));
-    stage->d.dwide = carve_x(&carver, N * larger(2 * F, stage->QKV));
+    carve_layer_grads(&carver, &stage->d, stage, N);
     return carver.used;
 }
 
@@ -712,7 +718,7 @@ static int stage_borrow(Stage *stage, Stream *stream) {
 // for inference and for --recompute.
 static int64_t stage_carve(Stage *stage, void *base) {
     const Config *config = &stage->config;
-    int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels, F = config->ffn;
+    int64_t N = (int64_t)stage->max_B * stage->max_T, C = config->channels;
     int shared = stage->recompute || !stage->training;
     Carver carver = {(char *)base, 0, 0};
     for (int i = 0; i < stage->slots * stage->n_layers; i++) {
@@ -742,10 +748,7 @@ static int64_t stage_carve(Stage *stage, void *base) {
         stage->d.dx = carve_x(&carver, N * C);
         stage->d.dnorm = carve_x(&carver, N * C);
     }
-    if (stage->training && !stage->borrows) {
-        stage->d.dhidden = carve_x(&carver, N * (F > stage->A ? F : stage->A));
-        stage->d.dwide = carve_x(&carver, N * (2 * F > stage->QKV ? 2 * F : stage->QKV));
-    }
+    if (stage->training && !stage->borrows) carve_layer_grads(&carver, &stage->d, stage, N);
     return carver.used;
 }
 

@@ -682,17 +682,12 @@ static void test_packed_processes(void) {
         const char *words;
         int joiners;
     } cases[] = {{"-y 3", 2}, {"-x 2 -y 2 -p 0.5 --anchor-delay 2", 2}, {ASYNC "-y 3", 2}};
-    char words[1024], command[1100], one[32], many[32];
-    Meshing m;
+    char words[1024], name[32];
     write_talk();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        snprintf(one, sizeof one, "talking%zu", i), snprintf(many, sizeof many, "talkers%zu", i);
+        snprintf(name, sizeof name, "talk%zu", i);
         snprintf(words, sizeof words, TALK "%s -n 6 --val-every 3 --save-every 4", cases[i].words);
-        snprintf(command, sizeof command, "%s -o @/%s", words, one);
-        check_run(0, NULL, command, "done: 6 steps");
-        meshing_start(&m, words, many, cases[i].joiners);
-        meshing_end(&m, "done: 6 steps");
-        check_same_as_one(one, many, i == 1);
+        check_processes_as_one(words, name, cases[i].joiners, "done: 6 steps", i == 1);
     }
 }
 #endif

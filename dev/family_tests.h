@@ -82,24 +82,7 @@ static void family_check_cache(const char *name) {
     static const int pieces[] = {1, 4, 1, 1, 9, 1, 6};
     Fixture f;
     if (family_open(&f, name, 1, 0, 2)) return;
-    int T = f.batch.T, C = f.stage.config.channels, done = 0;
-    float *whole = guarded(T * C), *grown = guarded(T * C);
-    KvCache cache = {NULL, T, 0};
-    cache.rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)f.stage.config.n_layers * (size_t)T * 2 *
-                                        (size_t)config_kv_dim(&f.stage.config));
-    model_round(&f.stage, f.stream);
-    model_forward(&f.stage, f.batch.tokens, NULL, 1, T, NULL, NULL, NULL, f.stream);
-    copy_activations(whole, f.stage.normed, T * C, f.stream);
-    for (size_t p = 0; p < sizeof pieces / sizeof *pieces; p++) {
-        model_forward(&f.stage, f.batch.tokens + done, NULL, 1, pieces[p], &cache, NULL, NULL, f.stream);
-        copy_activations(grown + done * C, f.stage.normed, pieces[p] * C, f.stream);
-        done += pieces[p];
-    }
-    check(done == T && cache.used == T, "the pieces do not add up");
-    check_close(grown, whole, (int64_t)T * C, model_tol(2e-6, 3e-2), name);
-    release(grown, T * C, "cached");
-    release(whole, T * C, "whole");
-    device_free(cache.rows);
+    check_cached_forward(&f, f.batch.T, pieces, 7, model_tol(2e-6, 3e-2), name);
     fixture_close(&f);
 }
 

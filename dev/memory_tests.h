@@ -283,17 +283,12 @@ static void test_memory_refused(void) {
 static void test_memory_processes(void) {
     static const char *const words[] = {"-x 2 -y 2 --local-steps 4", "-x 2 -y 3 -p 0.6 --anchor-delay 2"};
     static const int joiners[] = {3, 3};
-    char command[1100], one[40], many[40], all[1024];
-    Meshing m;
+    char all[1024], name[32];
     write_corpus();
     for (size_t i = 0; i < 2; i++) {
-        snprintf(one, sizeof one, "memory_one%zu", i), snprintf(many, sizeof many, "memory_many%zu", i);
+        snprintf(name, sizeof name, "memory_cells%zu", i);
         snprintf(all, sizeof all, DEEP MEMORY_ALL "%s -n 8 --val-every 3 --save-every 5", words[i]);
-        snprintf(command, sizeof command, "%s -o @/%s", all, one);
-        check_run(0, NULL, command, "done: 8 steps");
-        meshing_start(&m, all, many, joiners[i]);
-        meshing_end(&m, "done: 8 steps");
-        check_same_as_one(one, many, i == 1);
+        check_processes_as_one(all, name, joiners[i], "done: 8 steps", i == 1);
     }
 }
 #endif

@@ -311,10 +311,7 @@ static inline int gguf_parse(SafeTensors *file) {
 // Maps and checks a file; metadata are JSON: numbers, truth values, strings and arrays. 0, or -1 with one line naming
 // file, field and reason; nothing is left open then. safetensors_close closes it.
 static inline int gguf_open(SafeTensors *file, const char *path) {
-    memset(file, 0, sizeof *file);
-    if (snprintf(file->path, sizeof file->path, "%s", path) >= (int)sizeof file->path)
-        return error_set("%.200s: the path is too long", path);
-    if (file_map(&file->map, path)) return -1;
+    if (safetensors_map(file, path)) return -1;
     if (gguf_parse(file)) {
         safetensors_close(file);
         return -1;

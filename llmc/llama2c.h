@@ -136,11 +136,8 @@ static inline int llama2c_table(SafeTensors *file, const Llama2cHeader *header) 
 // Maps and checks a file, with Hugging Face's names; *header are its sizes. 0, or -1 with one line; nothing is left
 // open then. safetensors_close closes it.
 static inline int llama2c_open(SafeTensors *file, Llama2cHeader *header, const char *path) {
-    memset(file, 0, sizeof *file);
     memset(header, 0, sizeof *header);
-    if (snprintf(file->path, sizeof file->path, "%s", path) >= (int)sizeof file->path)
-        return error_set("%.200s: the path is too long", path);
-    if (file_map(&file->map, path)) return -1;
+    if (safetensors_map(file, path)) return -1;
     int result = 0;
     if (!llama2c_read_header(header, file->map.data, file->map.size))
         result = error_set("%s: not a llama2.c file", path);

@@ -141,12 +141,17 @@ static inline int safetensors_parse(SafeTensors *file) {
     return 0;
 }
 
-// Maps and checks a file. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
-static inline int safetensors_open(SafeTensors *file, const char *path) {
+// Maps a file of any kind that becomes such a table; nothing is checked yet. 0, or -1 with an error message.
+static inline int safetensors_map(SafeTensors *file, const char *path) {
     memset(file, 0, sizeof *file);
     if (snprintf(file->path, sizeof file->path, "%s", path) >= (int)sizeof file->path)
         return error_set("%.200s: the path is too long", path);
-    if (file_map(&file->map, path)) return -1;
+    return file_map(&file->map, path);
+}
+
+// Maps and checks a file. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
+static inline int safetensors_open(SafeTensors *file, const char *path) {
+    if (safetensors_map(file, path)) return -1;
     if (safetensors_parse(file)) {
         safetensors_close(file);
         return -1;
