@@ -33,6 +33,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "llmc/adapter.h"
 #include "llmc/alignment.h"
 #include "llmc/channel.h"
 #include "llmc/checkpoint.h"
@@ -80,6 +81,7 @@
 #include "llmc/klt.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/linalg.cuh"
+#include "llmc/lora.cuh"
 #include "llmc/mask.cuh"
 #include "llmc/matmul.cuh"
 #include "llmc/muon.cuh"
@@ -107,6 +109,7 @@
 #include "llmc/klt.h"
 #include "llmc/layernorm.h"
 #include "llmc/linalg.h"
+#include "llmc/lora.h"
 #include "llmc/mask.h"
 #include "llmc/matmul.h"
 #include "llmc/muon.h"
@@ -155,12 +158,16 @@ typedef struct {
     float prune;
     int optimizer, rotate_source, rotate_geometry, rotate_every, rotate_max_dim, refresh, measure_alignment;
     int optimizer_dtype, param_dtype, grad_dtype;
+    int lora_rank;
+    float lora_alpha;
+    char lora_targets[CLI_TEXT], lora[CLI_TEXT];
     int64_t steps, warmup, stop_after, seed, val_tokens;
 } Options;
 
 #define MESH_MAX_REPLICAS 256
 
 static const char lr_shapes[] = "cosine|linear|constant"; // LrShape in words
+#define LORA_LR 2e-4f
 static const char codec_names[] = CODEC_NAMES;
 static const char chat_templates[] = CHAT_TEMPLATES, train_on_names[] = TRAIN_ON;
 static const char pack_names[] = PACK_NAMES, too_long_names[] = TOO_LONG_NAMES;
@@ -188,7 +195,7 @@ static const Option option_table[] = {
 { "",   "micro-batch",   OPTION_INT,    FIELD(micro_batch),  "0",    0,     1e6,    NULL, "sequences computed at once; 0 = tokens that suit the device: 1024 on CPUs, 8192 on GPUs" },
 { "-t", "seq",           OPTION_INT,    FIELD(seq),          "0",    0,     1e6,    NULL, "tokens of a sequence; 0 = min(2048, the model's context)" },
 { "-n", "steps",         OPTION_INT64,  FIELD(steps),        "0",    0,     1e9,    NULL, "optimizer steps; 0 = max(200, 3 epochs)" },
-{ "-l", "lr",            OPTION_FLOAT,  FIELD(lr),           "2e-5", 0,     10,     NULL, "peak learning rate" },
+{ "-l", "lr",            OPTION_FLOAT,  FIELD(lr),           "2e-5", 0,     10,     NULL, "peak learning rate; of adapters 2e-4 unless given" },
 { "",   "warmup",        OPTION_INT64,  FIELD(warmup),       "-1",   -1,    1e9,    NULL, "steps of linear warm-up; -1 = 3% of the steps" },
 { "",   "schedule-lr",   OPTION_CHOICE, FIELD(schedule_lr),  "cosine", 0,   0,      lr_shapes, "after the warm-up" },
 { "",   "lr-final",      OPTION_FLOAT,  FIELD(lr_final),     "0.1",  0,     1,      NULL, "last learning rate as a share of the peak" },
@@ -202,6 +209,10 @@ static const Option option_table[] = {
 { "",   "optimizer-dtype", OPTION_CHOICE, FIELD(optimizer_dtype), "fp32", 0, 0,    STORE_NAMES, "how the optimizer's moments are kept; smaller where the memory asks for it and none is given (docs/memory.md)" },
 { "",   "param-dtype",   OPTION_CHOICE, FIELD(param_dtype),  "fp32", 0,     0,      STORE_HALF_NAMES, "how matrices are kept; bf16: rounded at random, norms stay fp32" },
 { "",   "grad-dtype",    OPTION_CHOICE, FIELD(grad_dtype),   "fp32", 0,     0,      STORE_HALF_NAMES, "how matrices' gradients are kept, but the embedding's; sums are fp32" },
+{ "",   "lora-rank",     OPTION_INT,    FIELD(lora_rank),    "0",    0,     ADAPTER_RANK_MAX, NULL, "train adapters of this rank beside the model's matrices, which stay as they are (LoRA); 0 = the model itself" },
+{ "",   "lora-alpha",    OPTION_FLOAT,  FIELD(lora_alpha),   "0",    0,     1e6,    NULL, "adapters count alpha / rank; 0 = twice the rank" },
+{ "",   "lora-targets",  OPTION_TEXT,   FIELD(lora_targets), "all",  0,     0,      NULL, "matrices of a layer that have adapters: some of q,k,v,o,gate,up,down, or all" },
+{ "",   "lora",          OPTION_TEXT,   FIELD(lora),         "",     0,     0,      NULL, "adapters of -m, a folder as PEFT writes it or a run: to train on, or merged for all else" },
 { "",   "beta1",         OPTION_FLOAT,  FIELD(beta1),        "-1",   -1,    0.9999, NULL, "of the optimizer; below 0 = 0.9, 0.99 with nesterov" },
 { "",   "beta2",         OPTION_FLOAT,  FIELD(beta2),        "0.999", 0,    0.99999, NULL, "of the optimizer" },
 { "",   "adam-eps",      OPTION_FLOAT,  FIELD(adam_eps),     "1e-8", 0,     1,      NULL, "of the optimizer" },
@@ -305,8 +316,11 @@ typedef struct {
     int accumulated; // its gradient is always added to, so it is zeroed at the start of a step
     float init_std;  // 0: all of them `fill`
     float fill;
+    float init_bound;          // above 0: uniform up to this instead
     int joined;                // follows the one before without a gap
     int left_out;              // has no gradient, and no place in arenas but the parameters'
+    int frozen;                // is in no arena: adapters are trained beside it
+    float *data;               // of a frozen one: where it is
     int64_t place, grad_place; // bytes to its parameter and its gradient
     int64_t first_block;       // blocks of STORE_BLOCK values of the tensors before it
 } Tensor;
@@ -315,15 +329,17 @@ typedef struct {
 // and up too. NULL: the family has none. Of matrices that are kept as bf16 only stage_weight knows what a pointer is
 // to.
 typedef struct {
-    float *attn_norm; // (C)       of what attention takes, or gives
-    float *qkv;       // (QKV, C)
-    float *qkv_bias;  // (QKV)
-    float *q_norm;    // (HD) or (A)
-    float *k_norm;    // (HD) or (NKV*HD)
-    float *o;         // (C, A)
-    float *ffn_norm;  // (C)       of what the MLP takes, or gives
-    float *gate_up;   // (2F, C)
-    float *down;      // (C, F)
+    float *attn_norm;            // (C)       of what attention takes, or gives
+    float *qkv;                  // (QKV, C)
+    float *qkv_bias;             // (QKV)
+    float *q_norm;               // (HD) or (A)
+    float *k_norm;               // (HD) or (NKV*HD)
+    float *o;                    // (C, A)
+    float *ffn_norm;             // (C)       of what the MLP takes, or gives
+    float *gate_up;              // (2F, C)
+    float *down;                 // (C, F)
+    float *lora_a[LORA_MODULES]; // (R, inputs) of each module that has an adapter; those of a group follow each other
+    float *lora_b[LORA_MODULES]; // (outputs, R)
 } LayerTensors;
 
 typedef struct {
@@ -336,19 +352,20 @@ typedef struct {
 // What the forward pass leaves for the backward one, per layer and micro-batch in flight. With --recompute only x is
 // kept for each and the rest is one set that all use in turn.
 typedef struct {
-    floatX *x;       // (N, C)   input of the layer
-    floatX *norm1;   // (N, C)   post-norm: what attention gives
-    floatX *qkv;     // (N, QKV) RoPE applied to q and k
-    floatX *qk;      // (N, A + NKV*HD) q and k before their norms, or NULL
-    floatX *att;     // (N, A)
-    floatX *mid;     // (N, C)   after the attention's residual
-    floatX *norm2;   // (N, C)   post-norm: what the MLP gives
-    floatX *gate_up; // (N, 2F)
-    floatX *hidden;  // (N, F)
-    float *lse;      // (B, NH, T)
-    float *rstd1;    // (N)
-    float *rstd2;    // (N)
-    float *rstd_qk;  // (N, parts of q), then (N, parts of k): config_qk_rows
+    floatX *x;                 // (N, C)   input of the layer
+    floatX *norm1;             // (N, C)   post-norm: what attention gives
+    floatX *qkv;               // (N, QKV) RoPE applied to q and k
+    floatX *qk;                // (N, A + NKV*HD) q and k before their norms, or NULL
+    floatX *att;               // (N, A)
+    floatX *mid;               // (N, C)   after the attention's residual
+    floatX *norm2;             // (N, C)   post-norm: what the MLP gives
+    floatX *gate_up;           // (N, 2F)
+    floatX *hidden;            // (N, F)
+    floatX *lora[LORA_GROUPS]; // (N, n*R) what adapters' A give
+    float *lse;                // (B, NH, T)
+    float *rstd1;              // (N)
+    float *rstd2;              // (N)
+    float *rstd_qk;            // (N, parts of q), then (N, parts of k): config_qk_rows
 } LayerActs;
 
 // Gradients on their way down, used by one layer after the other.
@@ -357,6 +374,7 @@ typedef struct {
     floatX *dnorm;   // (N, C)
     floatX *dhidden; // (N, max(F, A))
     floatX *dwide;   // (N, max(2F, QKV))
+    floatX *dlora;   // (N, 3R) of what adapters' A give
 } Grads;
 
 // The memories of a stage that have its table's layout.
@@ -385,6 +403,12 @@ typedef struct Stage {
     int n_tensors, per_layer; // per_layer: of one layer
     int64_t arena_floats, n_params;
     int64_t param_bytes, grad_bytes, n_blocks;
+    // with adapters, which are the table then: the model's own tensors. No arena has them, and nothing changes them
+    Tensor *frozen;
+    int n_frozen, borrows_frozen; // borrows_frozen: another stage of this process has their memory
+    int64_t frozen_params, frozen_bytes;
+    Store frozen_store; // how their matrices are kept
+    float *frozen_memory;
     Store param_store, grad_store, moment_store; // how matrices, their gradients and the moments are kept
     uint64_t seed;                               // of what is rounded at random
     float *params, *grads, *m, *v;               // grads, m, v are NULL unless training; floats if the store says so
@@ -502,8 +526,40 @@ static void table_add_layer(Stage *stage, int l) {
     table_add(stage, "mlp.down_proj.weight", l, at++, C, config->ffn, residual_std, 0);
 }
 
+// Appends the adapters of layer l: of each group of modules the A one below the other, then the B.
+static void table_add_adapters(Stage *stage, int l) {
+    const Config *config = &stage->config;
+    const Lora *lora = &config->lora;
+    int at = 1 + stage->per_layer * l, R = lora->rank, M, K;
+    for (int group = 0; group < LORA_GROUPS; group++) {
+        for (int is_b = 0; is_b < 2; is_b++) {
+            int joined = 0;
+            for (int m = lora_group_first[group]; m < lora_group_first[group + 1]; m++) {
+                if (!lora_has(lora, m)) continue;
+                lora_module_shape(m, config->channels, stage->A, config_kv_dim(config), config->ffn, &M, &K);
+                Tensor *tensor = table_add(stage, "", l, at++, is_b ? M : R, is_b ? R : K, 0, joined && !is_b);
+                adapter_name(tensor->name, sizeof tensor->name, l, m, is_b);
+                tensor->fill = 0.0f, tensor->init_bound = is_b ? 0.0f : 1.0f / sqrtf((float)K);
+                joined = 1;
+            }
+        }
+    }
+}
+
+// The table becomes that of adapters, what was in it is frozen.
+static int table_freeze(Stage *stage) {
+    stage->frozen = stage->tensors, stage->n_frozen = stage->n_tensors, stage->frozen_params = stage->n_params;
+    for (int i = 0; i < stage->n_frozen; i++) stage->frozen[i].frozen = 1;
+    stage->n_tensors = 0, stage->n_params = stage->arena_floats = 0;
+    stage->per_layer = 2 * lora_layer_adapters(&stage->config.lora);
+    stage->tensors = (Tensor *)calloc((size_t)(stage->per_layer * stage->n_layers), sizeof(Tensor));
+    if (stage->tensors == NULL) return error_set("out of memory for the table of adapters");
+    for (int l = 0; l < stage->n_layers; l++) table_add_adapters(stage, stage->first_layer + l);
+    return 0;
+}
+
 // Fills the table of n_layers layers from first_layer on, the embedding with the first layer, norm and head with the
-// last. No memory but the table's own.
+// last; with adapters those of the layers. No memory but the tables' own.
 static int stage_table(Stage *stage, const Config *config, int first_layer, int n_layers) {
     int C = config->channels, L = config->n_layers, at = 1 + layer_tensors(config) * L;
     float std = config->init_std;
@@ -520,10 +576,10 @@ static int stage_table(Stage *stage, const Config *config, int first_layer, int 
         stage->tensors[0].accumulated = !config->tied; // tied: the head's product writes it first
     }
     for (int l = first_layer; l < first_layer + n_layers; l++) table_add_layer(stage, l);
-    if (!stage->has_head) return 0;
-    if (!config_traits(config)->plain_norm) table_add(stage, "model.norm.weight", -1, at++, C, 0, 0, 0);
-    if (!config->tied) table_add(stage, "lm_head.weight", -1, at, config->vocab, C, std, 0);
-    return 0;
+    if (stage->has_head && !config_traits(config)->plain_norm)
+        table_add(stage, "model.norm.weight", -1, at++, C, 0, 0, 0);
+    if (stage->has_head && !config->tied) table_add(stage, "lm_head.weight", -1, at, config->vocab, C, std, 0);
+    return config->lora.rank > 0 ? table_freeze(stage) : 0;
 }
 
 // The layer of the model that a tensor of one belongs to.
@@ -531,8 +587,27 @@ static int tensor_layer(const Stage *stage, const Tensor *tensor) {
     return (tensor->index - 1) / stage->per_layer;
 }
 
+// All that the stage has: tensors of the table, then frozen ones.
+static int stage_n_all(const Stage *stage) {
+    return stage->n_tensors + stage->n_frozen;
+}
+
+static Tensor *stage_any(const Stage *stage, int i) {
+    return i < stage->n_tensors ? &stage->tensors[i] : &stage->frozen[i - stage->n_tensors];
+}
+
+// The first stage's embedding.
+static const Tensor *stage_embedding(const Stage *stage) {
+    return stage->n_frozen > 0 ? &stage->frozen[0] : &stage->tensors[0];
+}
+
+// How many tensors of the table lie before those of the layers.
+static int stage_lead(const Stage *stage) {
+    return stage->has_embed && stage->n_frozen == 0;
+}
+
 static Store param_store(const Stage *stage, const Tensor *t) {
-    return t->n_dims == 2 ? stage->param_store : STORE_FP32;
+    return t->n_dims != 2 ? STORE_FP32 : t->frozen ? stage->frozen_store : stage->param_store;
 }
 
 // Products write all of a gradient that is not fp32: the embedding's is added to row by row.
@@ -542,7 +617,13 @@ static Store grad_store(const Stage *stage, const Tensor *t) {
 
 // Says where tensors lie, once it is known how they are kept and which are left out.
 static void stage_layout(Stage *stage) {
-    stage->arena_floats = stage->param_bytes = stage->grad_bytes = stage->n_blocks = 0;
+    stage->arena_floats = stage->param_bytes = stage->grad_bytes = stage->n_blocks = stage->frozen_bytes = 0;
+    for (int i = 0; i < stage->n_frozen; i++) {
+        Tensor *t = &stage->frozen[i];
+        t->place = round_up(stage->frozen_bytes, t->joined ? 1 : DEVICE_ALIGN);
+        stage->frozen_bytes = t->place + store_bytes(param_store(stage, t), t->n);
+    }
+    stage->frozen_bytes = round_up(stage->frozen_bytes, 4);
     for (int i = 0; i < stage->n_tensors; i++) {
         Tensor *t = &stage->tensors[i];
         int64_t unit = t->joined ? 1 : DEVICE_ALIGN;
@@ -568,17 +649,29 @@ static int64_t moment_bytes(const Stage *stage) {
     return store_bytes(stage->moment_store, stage->arena_floats);
 }
 
-// Where a tensor lies in the memory of the parameters, or of the gradients; NULL: it has none there.
+// Where a tensor lies in the memory of the parameters, or of the gradients; NULL: it has none there. A frozen one is
+// where it is.
 static float *tensor_in(float *memory, const Tensor *t, int is_grad) {
-    if (is_grad && t->left_out) return NULL;
+    if (is_grad && (t->left_out || t->frozen)) return NULL;
+    if (t->frozen) return t->data;
     return (float *)(void *)((char *)memory + (is_grad ? t->grad_place : t->place));
+}
+
+// Points to a layer's adapters, in the order of table_add_adapters. Returns the tensor behind them.
+static const Tensor *adapters_point(LayerTensors *layer, const Lora *lora, const Tensor *tensor, float *arena,
+                                    int is_grad) {
+    for (int group = 0; group < LORA_GROUPS; group++)
+        for (int is_b = 0; is_b < 2; is_b++)
+            for (int m = lora_group_first[group]; m < lora_group_first[group + 1]; m++)
+                if (lora_has(lora, m)) (is_b ? layer->lora_b : layer->lora_a)[m] = tensor_in(arena, tensor++, is_grad);
+    return tensor;
 }
 
 // Points a ModelTensors that has its layers into a memory of the parameters' layout, or of the gradients'.
 static void model_point(ModelTensors *view, const Stage *stage, float *arena) {
     const FamilyTraits *family = config_traits(&stage->config);
     int L = stage->n_layers, norms = !family->plain_norm, is_grad = view == &stage->g;
-    const Tensor *tensor = stage->tensors;
+    const Tensor *tensor = stage->n_frozen > 0 ? stage->frozen : stage->tensors, *adapter = stage->tensors;
     if (stage->has_embed) view->embed = tensor_in(arena, tensor++, is_grad);
     for (int l = 0; l < L; l++) {
         LayerTensors *layer = &view->layers[l];
@@ -593,6 +686,7 @@ static void model_point(ModelTensors *view, const Stage *stage, float *arena) {
         if (norms) layer->ffn_norm = tensor_in(arena, tensor++, is_grad);
         layer->gate_up = tensor_in(arena, tensor, is_grad), tensor += 2;
         layer->down = tensor_in(arena, tensor++, is_grad);
+        adapter = adapters_point(layer, &stage->config.lora, adapter, arena, is_grad);
     }
     if (!stage->has_head) return;
     if (norms) view->norm = tensor_in(arena, tensor++, is_grad);
@@ -609,6 +703,7 @@ static int model_view(ModelTensors *view, const Stage *stage, float *arena) {
 
 static void stage_free(Stage *stage) {
     device_free(stage->params);
+    device_free(stage->frozen_memory);
     device_free(stage->rounded);
     device_free(stage->versions);
     device_free(stage->grads);
@@ -626,6 +721,7 @@ static void stage_free(Stage *stage) {
     free(stage->acts);
     device_host_free(stage->staging);
     free(stage->tensors);
+    free(stage->frozen);
     memset(stage, 0, sizeof *stage);
 }
 
@@ -666,6 +762,11 @@ static float *carve_f(Carver *carver, int64_t n) {
     return (float *)carve(carver, n, sizeof(float));
 }
 
+// What the A of n modules give; NULL: there are none.
+static floatX *carve_adapters(Carver *carver, const Lora *lora, int n, int64_t N) {
+    return n > 0 ? carve_x(carver, N * n * lora->rank) : NULL;
+}
+
 static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int64_t N) {
     const Config *config = &stage->config;
     int64_t C = config->channels, F = config->ffn;
@@ -679,6 +780,8 @@ static void carve_layer(Carver *carver, LayerActs *acts, const Stage *stage, int
     acts->lse = carve_f(carver, N * config->heads);
     acts->rstd1 = carve_f(carver, N);
     acts->rstd2 = carve_f(carver, N);
+    for (int group = 0; group < LORA_GROUPS; group++)
+        acts->lora[group] = carve_adapters(carver, &config->lora, lora_group_size(&config->lora, group), N);
     if (config_traits(config)->qk_norm == QK_NORM_NONE) return;
     acts->qk = carve_x(carver, N * (stage->A + config_kv_dim(config)));
     acts->rstd_qk = carve_f(carver, N * config_qk_rows(config));
@@ -689,6 +792,7 @@ static void carve_layer_grads(Carver *carver, Grads *d, const Stage *stage, int6
     int64_t F = stage->config.ffn;
     d->dhidden = carve_x(carver, N * larger(F, stage->A));
     d->dwide = carve_x(carver, N * larger(2 * F, stage->QKV));
+    d->dlora = carve_adapters(carver, &stage->config.lora, stage->n_frozen > 0 ? 3 : 0, N);
 }
 
 // Lays out (base != NULL) or counts what a stage that borrows needs while it computes; returns bytes.
@@ -802,12 +906,12 @@ static int64_t optimizer_scratch_floats(const Stage *stage, int tensor) {
 
 // What a stage takes, in bytes. moments: all that the optimizer keeps.
 typedef struct {
-    int64_t params, rounded, versions, grads, moments, outer, acts, scratch;
+    int64_t params, rounded, versions, grads, moments, outer, acts, scratch, frozen;
 } StageBytes;
 
 static int64_t stage_bytes_sum(const StageBytes *bytes) {
-    return bytes->params + bytes->rounded + bytes->versions + bytes->grads + bytes->moments + bytes->outer +
-           bytes->acts + bytes->scratch;
+    return bytes->params + bytes->frozen + bytes->rounded + bytes->versions + bytes->grads + bytes->moments +
+           bytes->outer + bytes->acts + bytes->scratch;
 }
 
 // 1 if a quarter of the memory stays free beside so many bytes, or the memory is not known: there is no device.
@@ -821,7 +925,7 @@ static int leaves_room(int64_t n_bytes) {
 static int64_t wide_floats(const Stage *stage) {
     int halves = stage->grad_store != STORE_FP32, packed = stage->moment_store != STORE_FP32;
     int n_wide = (stage->param_store != STORE_FP32) + halves + 2 * packed;
-    int64_t most = stage->param_store != STORE_FP32 ? STAGING : 0;
+    int64_t most = stage->param_store != STORE_FP32 || stage->frozen_store != STORE_FP32 ? STAGING : 0;
     if (!stage->training || n_wide == 0) return most;
     for (int i = 0; i < stage->n_tensors; i++) {
         const Tensor *t = &stage->tensors[i];
@@ -846,8 +950,15 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
-    StageBytes bytes = {stage->param_bytes, 0,        stage->param_bytes * stage->delay, 0, 0, 0,
-                        stage->acts_bytes,  attention};
+    StageBytes bytes = {stage->param_bytes,
+                        0,
+                        stage->param_bytes * stage->delay,
+                        0,
+                        0,
+                        0,
+                        stage->acts_bytes,
+                        attention,
+                        stage->borrows_frozen ? 0 : stage->frozen_bytes};
     if (stage->training) bytes.grads = stage->grad_bytes, bytes.moments = moment_bytes(stage) * stage->n_moments;
     if (stage->training && stage->n_moments > 1) {
         int64_t largest = 0;
@@ -907,7 +1018,8 @@ static int64_t stage_arena_bytes(const Stage *stage, Arena arena) {
 
 // A tensor's parameter in a memory of the parameters' layout: the newest, or an older version.
 static Stored stage_param(const Stage *stage, const float *params, const Tensor *t) {
-    Stored values = {(char *)params + t->place, NULL, param_store(stage, t), 1};
+    void *data = t->frozen ? (void *)t->data : (char *)params + t->place;
+    Stored values = {data, NULL, param_store(stage, t), 1};
     return values;
 }
 
@@ -983,12 +1095,31 @@ static int stage_alloc_optimizer(Stage *stage) {
     return stage->delta != NULL ? 0 : -1;
 }
 
+// The frozen tensors' memory. What is borrowed is there already.
+static int stage_alloc_frozen(Stage *stage) {
+    if (stage->n_frozen == 0 || stage->borrows_frozen) return 0;
+    stage->frozen_memory = (float *)device_alloc((size_t)stage->frozen_bytes);
+    if (stage->frozen_memory == NULL) return -1;
+    for (int i = 0; i < stage->n_frozen; i++)
+        stage->frozen[i].data = (float *)(void *)((char *)stage->frozen_memory + stage->frozen[i].place);
+    return 0;
+}
+
+// Lets a stage that borrows use the frozen tensors of a model's stages, which have its own layers.
+static void stage_borrow_frozen(Stage *stage, const Stage *model) {
+    int at = 0;
+    for (; model != NULL; model = model->next)
+        for (int i = 0; i < model->n_frozen && at < stage->n_frozen; i++)
+            stage->frozen[at++].data = model->frozen[i].data;
+}
+
 // Allocates what stage_plan has counted.
 static int stage_alloc(Stage *stage, Stream *stream) {
     float inv_freq[2048];
     size_t bytes = sizeof(float) * (size_t)stage->arena_floats;
     StageBytes plan = stage_bytes(stage, stream->precision, stream->threads);
     stage->stream = stream;
+    if (stage_alloc_frozen(stage)) return -1;
     stage->params = (float *)device_alloc((size_t)plan.params);
     if (plan.rounded > 0 && (stage->rounded = (uint16_t *)device_alloc((size_t)plan.rounded)) == NULL) return -1;
     if (stage->params == NULL || model_view(&stage->p, stage, stage->params)) return -1;
@@ -1019,9 +1150,10 @@ static int stage_alloc(Stage *stage, Stream *stream) {
 
 // A weight of this stage as the products take it.
 static Weight stage_weight(const Stage *stage, const float *weight) {
-    int half_grad = stage->grad_store != STORE_FP32 && weight != stage->p.embed;
-    Weight half = {NULL, (const uint16_t *)(const void *)weight, half_grad};
-    if (stage->param_store != STORE_FP32) return half;
+    int is_frozen = stage->n_frozen > 0, half_grad = stage->grad_store != STORE_FP32 && weight != stage->p.embed;
+    Weight half = {NULL, (const uint16_t *)(const void *)weight, half_grad}, full = {weight, NULL, 0};
+    if ((is_frozen ? stage->frozen_store : stage->param_store) != STORE_FP32) return half;
+    if (is_frozen) return full;
     Weight view = {weight, stage->rounded != NULL ? stage->rounded + (weight - stage->used) : NULL, half_grad};
     return view;
 }
@@ -1091,27 +1223,45 @@ static void stored_download(float *staging, Stored from, int64_t at, int64_t n, 
     device_copy(staging, values, sizeof(float) * (size_t)n, stream);
 }
 
-// Random weights of a tensor to `to` in tensor memory, through staging (STAGING): normal with the tensor's deviation
-// (the two products that write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one, biases
-// zero. A value depends on seed, tensor and element alone.
+// Elements 4*index .. 4*index+3 of a tensor's first values: normal with the tensor's deviation (the two products that
+// write the residual stream are smaller by sqrt(2L), Radford et al. 2019), norms one, biases zero; of adapters A
+// uniform up to 1/sqrt(inputs), as PEFT's Kaiming's, B zero. A value depends on seed, tensor and element alone.
+static void tensor_init4(float values[4], const Tensor *tensor, uint64_t seed, uint64_t index) {
+    for (int k = 0; k < 4; k++) values[k] = tensor->fill;
+    if (tensor->init_bound > 0.0f) {
+        Philox block = rand_block(seed, RAND_ADAPTER, (uint32_t)tensor->index, index);
+        for (int k = 0; k < 4; k++) values[k] = tensor->init_bound * ((float)(block.v[k] >> 8) * 0x1p-23f - 1.0f);
+    } else if (tensor->init_std > 0.0f) {
+        rand_normal4(values, seed, RAND_INIT, (uint32_t)tensor->index, index);
+        for (int k = 0; k < 4; k++) values[k] *= tensor->init_std;
+    }
+}
+
+// Random weights of a tensor to `to` in tensor memory, through staging (STAGING).
 static void tensor_init(const Tensor *tensor, Stored to, float *staging, uint64_t seed, Stream *stream) {
-    uint32_t index = (uint32_t)tensor->index;
     for (int64_t at = 0; at < tensor->n; at += STAGING) {
         int64_t n = tensor->n - at < STAGING ? tensor->n - at : STAGING;
 #pragma omp parallel for
         for (int64_t j = 0; j < n; j += 4) {
-            float normal[4];
-            rand_normal4(normal, seed, RAND_INIT, index, (uint64_t)(at + j) / 4);
-            for (int64_t k = j; k < j + 4 && k < n; k++)
-                staging[k] = tensor->init_std > 0.0f ? tensor->init_std * normal[k - j] : tensor->fill;
+            float values[4];
+            tensor_init4(values, tensor, seed, (uint64_t)(at + j) / 4);
+            for (int64_t k = j; k < j + 4 && k < n; k++) staging[k] = values[k - j];
         }
         stored_upload(to, at, staging, n, stream);
     }
 }
 
-static void stage_init(Stage *stage, uint64_t seed) {
+// The first weights of the table: all, or the adapters.
+static void stage_init_table(Stage *stage, uint64_t seed) {
     for (int i = 0; i < stage->n_tensors; i++)
         tensor_init(&stage->tensors[i], stage_values(stage, ARENA_PARAMS, &stage->tensors[i]), stage->staging, seed,
+                    stage->stream);
+}
+
+static void stage_init(Stage *stage, uint64_t seed) {
+    stage_init_table(stage, seed);
+    for (int i = 0; i < stage->n_frozen && !stage->borrows_frozen; i++)
+        tensor_init(&stage->frozen[i], stage_values(stage, ARENA_PARAMS, &stage->frozen[i]), stage->staging, seed,
                     stage->stream);
 }
 
@@ -1123,17 +1273,23 @@ static const char *tensor_source(const Tensor *tensor, const ModelFile *file) {
 
 static int model_has(const Stage *model, const char *name) {
     for (const Stage *stage = model; stage != NULL; stage = stage->next)
-        for (int t = 0; t < stage->n_tensors; t++)
-            if (strcmp(stage->tensors[t].name, name) == 0) return 1;
+        for (int t = 0; t < stage_n_all(stage); t++)
+            if (strcmp(stage_any(stage, t)->name, name) == 0) return 1;
     return 0;
+}
+
+// 1 if the file need not have a tensor: adapters may begin anew, but all of them.
+static int is_optional(const Stage *stage, const Tensor *tensor, const ModelFile *file) {
+    return stage->n_frozen > 0 && !tensor->frozen && file->config.lora.rank == 0;
 }
 
 // Every tensor of the model's tables is in the file with the right shape, and nothing else that would change the
 // result.
 static int model_match(const Stage *model, const ModelFile *file) {
     for (const Stage *stage = model; stage != NULL; stage = stage->next) {
-        for (int i = 0; i < stage->n_tensors; i++) {
-            const Tensor *tensor = &stage->tensors[i];
+        for (int i = 0; i < stage_n_all(stage); i++) {
+            const Tensor *tensor = stage_any(stage, i);
+            if (is_optional(stage, tensor, file)) continue;
             if (model_file_expect(file, tensor_source(tensor, file), tensor->shape, tensor->n_dims) == NULL) return -1;
         }
     }
@@ -1142,6 +1298,7 @@ static int model_match(const Stage *model, const ModelFile *file) {
             const char *name = file->shards[s].tensors[i].name; // not in the table, but harmless:
             int harmless =
                 ends_with(name, "rotary_emb.inv_freq") || (file->config.tied && strcmp(name, "lm_head.weight") == 0);
+            if (is_adapter(name) && model->n_frozen == 0) harmless = 1; // it is merged
             if (!harmless && !model_has(model, name))
                 return error_set("%s: tensor %s is not part of a %s of this config", file->shards[s].path, name,
                                  config_traits(&file->config)->name);
@@ -1173,17 +1330,64 @@ static void stage_append(const Stage *stage, SafeTensorsWriter *writer, Stored f
     }
 }
 
-// Copies the weights of a matched file into the parameters.
+// Copies the weights of a matched file into the parameters and frozen tensors.
 static int model_load(Stage *model, const ModelFile *file, int check) {
     for (Stage *stage = model; stage != NULL; stage = stage->next) {
-        for (int i = 0; i < stage->n_tensors; i++) {
-            const Tensor *tensor = &stage->tensors[i];
+        for (int i = 0; i < stage_n_all(stage); i++) {
+            const Tensor *tensor = stage_any(stage, i);
             const char *path = "";
             char reason[ERROR_MAX];
+            if (is_optional(stage, tensor, file)) continue;
             const SafeTensor *from = model_file_find(file, tensor_source(tensor, file), &path);
             if (stage_read(stage, stage_values(stage, ARENA_PARAMS, tensor), tensor->n, from, check) == 0) continue;
             memcpy(reason, error_message, sizeof reason);
             return error_set("%.400s: %.500s", path, reason);
+        }
+    }
+    return 0;
+}
+
+// What adapters add to one matrix: a and b are scratch of their sizes.
+static int tensor_add_adapter(Stage *stage, const Tensor *tensor, const ModelFile *file, int layer, int module) {
+    const Lora *lora = &file->config.lora;
+    int64_t a_shape[2] = {lora->rank, tensor->shape[1]}, b_shape[2] = {tensor->shape[0], lora->rank};
+    int64_t n_a = a_shape[0] * a_shape[1], n_b = b_shape[0] * b_shape[1];
+    char name[2][128];
+    for (int i = 0; i < 2; i++) adapter_name(name[i], sizeof name[i], layer, module, i);
+    const SafeTensor *from_a = model_file_expect(file, name[0], a_shape, 2);
+    const SafeTensor *from_b = from_a != NULL ? model_file_expect(file, name[1], b_shape, 2) : NULL;
+    if (from_b == NULL) return -1;
+    float *a = (float *)device_alloc(sizeof(float) * (size_t)n_a),
+          *b = (float *)device_alloc(sizeof(float) * (size_t)n_b);
+    int result = a == NULL || b == NULL ? -1 : 0;
+    if (result == 0) result = stage_read(stage, stored_floats(a), n_a, from_a, 1);
+    if (result == 0) result = stage_read(stage, stored_floats(b), n_b, from_b, 1);
+    Stored kept = stage_values(stage, ARENA_PARAMS, tensor);
+    float *values = result == 0 ? stored_matrix(kept, tensor->n, stage->stream) : NULL;
+    if (values != NULL) {
+        vector_scale(a, n_a, lora_scale(lora), stage->stream);
+        matmul_product(values, a_shape[1], b, lora->rank, 0, a, a_shape[1], 0, b_shape[0], a_shape[1], lora->rank, 0, 1,
+                       stage->stream);
+        stored_close(kept, 0, values, tensor->n, rounding_nearest(), stage->stream);
+    }
+    if (stream_check(stage->stream)) result = -1;
+    device_free(a);
+    device_free(b);
+    return result;
+}
+
+// Merges a matched file's adapters: each matrix W becomes W + alpha/rank B A.
+static int model_add_adapters(Stage *model, const ModelFile *file) {
+    char name[128];
+    for (Stage *stage = model; stage != NULL; stage = stage->next) {
+        for (int i = 0; i < stage->n_tensors; i++) {
+            const Tensor *tensor = &stage->tensors[i];
+            int layer = tensor_layer(stage, tensor);
+            for (int m = 0; tensor->block && m < LORA_MODULES; m++) {
+                snprintf(name, sizeof name, "model.layers.%d.%s.weight", layer, lora_modules[m]);
+                if (!lora_has(&file->config.lora, m) || strcmp(name, tensor->name) != 0) continue;
+                if (tensor_add_adapter(stage, tensor, file, layer, m)) return -1;
+            }
         }
     }
     return 0;
@@ -1264,6 +1468,14 @@ static json_t *native_metadata(const Config *config, const json_t *side_files, D
 static int model_save_native(const Stage *model, Arena arena, const json_t *side_files, const char *path, Dtype dtype) {
     json_t *metadata = native_metadata(&model->config, side_files, dtype, path);
     return metadata != NULL ? model_write_weights(model, arena, path, metadata, dtype) : -1;
+}
+
+// Writes adapters as PEFT keeps them: the weights of an arena in fp32, and adapter_config.json. base: their model.
+static int model_save_adapter(const Stage *model, Arena arena, const char *base, const char *folder) {
+    char path[PATH_MAX];
+    if (file_make_folders(folder) || path_join(path, folder, ADAPTER_WEIGHTS)) return -1;
+    if (model_write_weights(model, arena, path, json_pack("{s:s}", "format", "pt"), DTYPE_F32)) return -1;
+    return adapter_write_config(&model->config.lora, base, folder);
 }
 
 // Writes a folder that transformers loads: config.json, model.safetensors and the side files.
@@ -1427,17 +1639,73 @@ static void qk_backward(const Stage *stage, floatX *dqkv, const LayerActs *acts,
                      parts.k_width, QKV, QK, stream);
 }
 
-// What attention or the MLP gives joins the residual stream: out (N, C) = x + product, and with post-norm
-// out = x + norm(product), the product being kept in `given`.
-static void branch_forward(const Stage *stage, floatX *out, floatX *given, float *rstd, const floatX *x,
-                           const floatX *inner, const float *matrix, const float *norm, int N, int K, Stream *stream) {
-    int C = stage->config.channels;
-    if (!config_traits(&stage->config)->post_norm) {
-        matmul_forward(out, inner, stage_weight(stage, matrix), N, K, C, x, stream);
-        return;
+// The groups of modules with adapters.
+enum { LORA_QKV, LORA_O, LORA_GATE_UP, LORA_DOWN };
+
+// A group's adapters in a layer, with their gradients in a backward; g is NULL in a forward.
+static LoraGroup layer_lora(const Stage *stage, int group, const LayerTensors *w, const LayerTensors *g) {
+    const Config *config = &stage->config;
+    const Lora *lora = &config->lora;
+    LoraGroup adapters;
+    int at = 0, M, K;
+    memset(&adapters, 0, sizeof adapters);
+    for (int m = lora_group_first[group]; m < lora_group_first[group + 1]; m++, at += M) {
+        lora_module_shape(m, config->channels, stage->A, config_kv_dim(config), config->ffn, &M, &K);
+        if (!lora_has(lora, m)) continue;
+        int i = adapters.n++;
+        adapters.at[i] = at, adapters.width[i] = M, adapters.b[i] = w->lora_b[m];
+        if (i == 0) adapters.a = w->lora_a[m], adapters.rank = lora->rank, adapters.scale = lora_scale(lora);
+        if (g != NULL) adapters.db[i] = g->lora_b[m];
+        if (g != NULL && i == 0) adapters.da = g->lora_a[m];
     }
-    matmul_forward(given, inner, stage_weight(stage, matrix), N, K, C, NULL, stream);
-    norm_forward(stage, out, rstd, given, norm, N, stream);
+    return adapters;
+}
+
+// y (N, M) += what the group's adapters make of x (N, K). y NULL: recomputing, only what backward needs.
+static void adapters_forward(const Stage *stage, int group, floatX *y, const LayerActs *acts, const LayerTensors *w,
+                             const floatX *x, int N, int K, int M, Stream *stream) {
+    LoraGroup adapters = layer_lora(stage, group, w, NULL);
+    if (adapters.n == 0) return;
+    lora_reduce(acts->lora[group], x, &adapters, N, K, stream);
+    if (y != NULL) lora_expand(y, acts->lora[group], &adapters, N, M, stream);
+}
+
+// dx (N, K) += their share; their gradients overwritten on the first micro-batch of a step, else added to.
+static void adapters_backward(const Stage *stage, int group, floatX *dx, const floatX *dy, const LayerActs *acts,
+                              const LayerTensors *w, const LayerTensors *g, const Grads *d, const floatX *x, int N,
+                              int K, int M, int first, Stream *stream) {
+    LoraGroup adapters = layer_lora(stage, group, w, g);
+    if (adapters.n > 0) lora_backward(dx, d->dlora, dy, acts->lora[group], x, &adapters, N, K, M, !first, stream);
+}
+
+// What attention or the MLP gives: a product that joins the residual stream, with its norm behind it in some families.
+typedef struct {
+    const floatX *inner; // (N, K)
+    const float *matrix, *norm;
+    floatX *given; // (N, C) post-norm: the product
+    float *rstd;   // (N)    of its norm
+    int K, group;  // group: of its adapters
+} Branch;
+
+static Branch attention_branch(const Stage *stage, const LayerActs *acts, const LayerTensors *w) {
+    Branch branch = {acts->att, w->o, w->attn_norm, acts->norm1, acts->rstd1, (int)stage->A, LORA_O};
+    return branch;
+}
+
+static Branch mlp_branch(const Stage *stage, const LayerActs *acts, const LayerTensors *w) {
+    Branch branch = {acts->hidden, w->down, w->ffn_norm, acts->norm2, acts->rstd2, stage->config.ffn, LORA_DOWN};
+    return branch;
+}
+
+// out (N, C) = x + product, and with post-norm out = x + norm(product), the product being kept.
+static void branch_forward(const Stage *stage, floatX *out, const floatX *x, Branch branch, const LayerActs *acts,
+                           const LayerTensors *w, int N, Stream *stream) {
+    int C = stage->config.channels, post = config_traits(&stage->config)->post_norm;
+    floatX *product = post ? branch.given : out;
+    matmul_forward(product, branch.inner, stage_weight(stage, branch.matrix), N, branch.K, C, post ? NULL : x, stream);
+    adapters_forward(stage, branch.group, product, acts, w, branch.inner, N, branch.K, C, stream);
+    if (!post) return;
+    norm_forward(stage, out, branch.rstd, branch.given, branch.norm, N, stream);
     residual_add(out, x, (int64_t)N * C, stream);
 }
 
@@ -1475,8 +1743,10 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     const FamilyTraits *family = config_traits(config);
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, post = family->post_norm;
+    const floatX *entry = post ? acts->x : acts->norm1, *middle = post ? acts->mid : acts->norm2;
     if (!post) norm_forward(stage, acts->norm1, acts->rstd1, acts->x, w->attn_norm, N, stream);
-    matmul_forward(acts->qkv, post ? acts->x : acts->norm1, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
+    matmul_forward(acts->qkv, entry, stage_weight(stage, w->qkv), N, C, QKV, NULL, stream);
+    adapters_forward(stage, LORA_QKV, acts->qkv, acts, w, entry, N, C, QKV, stream);
     if (family->qkv_bias) bias_forward(acts->qkv, w->qkv_bias, N, QKV, stream);
     if (family->qk_norm != QK_NORM_NONE) qk_forward(stage, acts, w, N, stream);
     if (config_has_rope(config, layer))
@@ -1487,13 +1757,15 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
         cached_attention(stage, acts, layer, B, T, cache, stream);
     else
         attention_forward(acts->att, acts->lse, acts->qkv, k, k + KV, shape, stream);
-    branch_forward(stage, acts->mid, acts->norm1, acts->rstd1, acts->x, acts->att, w->o, w->attn_norm, N, A, stream);
+    branch_forward(stage, acts->mid, acts->x, attention_branch(stage, acts, w), acts, w, N, stream);
     if (!post) norm_forward(stage, acts->norm2, acts->rstd2, acts->mid, w->ffn_norm, N, stream);
-    matmul_forward(acts->gate_up, post ? acts->mid : acts->norm2, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL,
-                   stream);
+    matmul_forward(acts->gate_up, middle, stage_weight(stage, w->gate_up), N, C, 2 * F, NULL, stream);
+    adapters_forward(stage, LORA_GATE_UP, acts->gate_up, acts, w, middle, N, C, 2 * F, stream);
     swiglu_forward(acts->hidden, acts->gate_up, N, F, stream);
-    if (out == NULL) return; // recomputing: the output is known
-    branch_forward(stage, out, acts->norm2, acts->rstd2, acts->mid, acts->hidden, w->down, w->ffn_norm, N, F, stream);
+    if (out == NULL) // recomputing: the output is known
+        adapters_forward(stage, LORA_DOWN, NULL, acts, w, acts->hidden, N, F, C, stream);
+    else
+        branch_forward(stage, out, acts->mid, mlp_branch(stage, acts, w), acts, w, N, stream);
 }
 
 // The gradient of what attention or the MLP gives: that of the residual stream, or with post-norm the one before the
@@ -1525,23 +1797,27 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, post = family->post_norm;
     AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
+    const floatX *entry = post ? acts->x : acts->norm1, *middle = post ? acts->mid : acts->norm2;
     const floatX *q = acts->qkv, *dout;
     dout = branch_backward(stage, d, g->ffn_norm, acts->norm2, w->ffn_norm, acts->rstd2, N, stream);
     matmul_backward(d->dhidden, g->down, dout, acts->hidden, stage_weight(stage, w->down), N, F, C, !first, stream);
+    adapters_backward(stage, LORA_DOWN, d->dhidden, dout, acts, w, g, d, acts->hidden, N, F, C, first, stream);
     swiglu_backward(d->dwide, d->dhidden, acts->gate_up, N, F, stream);
-    matmul_backward(d->dnorm, g->gate_up, d->dwide, post ? acts->mid : acts->norm2, stage_weight(stage, w->gate_up), N,
-                    C, 2 * F, !first, stream);
+    matmul_backward(d->dnorm, g->gate_up, d->dwide, middle, stage_weight(stage, w->gate_up), N, C, 2 * F, !first,
+                    stream);
+    adapters_backward(stage, LORA_GATE_UP, d->dnorm, d->dwide, acts, w, g, d, middle, N, C, 2 * F, first, stream);
     entry_backward(stage, d, g->ffn_norm, acts->mid, acts->norm2, w->ffn_norm, acts->rstd2, N, stream);
     dout = branch_backward(stage, d, g->attn_norm, acts->norm1, w->attn_norm, acts->rstd1, N, stream);
     matmul_backward(d->dhidden, g->o, dout, acts->att, stage_weight(stage, w->o), N, A, C, !first, stream);
+    adapters_backward(stage, LORA_O, d->dhidden, dout, acts, w, g, d, acts->att, N, A, C, first, stream);
     attention_backward(d->dwide, d->dwide + A, d->dwide + A + KV, d->dhidden, acts->att, acts->lse, q, q + A,
                        q + A + KV, shape, stream);
     if (config_has_rope(config, layer))
         rope_backward(d->dwide, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
     if (family->qk_norm != QK_NORM_NONE) qk_backward(stage, d->dwide, acts, w, g, N, stream);
-    if (family->qkv_bias) bias_backward(g->qkv_bias, d->dwide, N, QKV, stream);
-    matmul_backward(d->dnorm, g->qkv, d->dwide, post ? acts->x : acts->norm1, stage_weight(stage, w->qkv), N, C, QKV,
-                    !first, stream);
+    if (g->qkv_bias != NULL) bias_backward(g->qkv_bias, d->dwide, N, QKV, stream);
+    matmul_backward(d->dnorm, g->qkv, d->dwide, entry, stage_weight(stage, w->qkv), N, C, QKV, !first, stream);
+    adapters_backward(stage, LORA_QKV, d->dnorm, d->dwide, acts, w, g, d, entry, N, C, QKV, first, stream);
     entry_backward(stage, d, g->attn_norm, acts->x, acts->norm1, w->attn_norm, acts->rstd1, N, stream);
 }
 
@@ -1662,6 +1938,7 @@ static void grads_done(const PassHook *hook, int first, int last) {
 static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B, int T, int first, const PassHook *hook,
                            Stream *stream) {
     int N = B * T, C = stage->config.channels, L = stage->n_layers, per_layer = stage->per_layer;
+    int lead = stage_lead(stage);
     LayerActs *acts = stage->acts + slot * L;
     // recomputing: an output is known, but with post-norm what it is the norm of is not
     floatX *again = config_traits(&stage->config)->post_norm ? stage->d.dnorm : NULL;
@@ -1670,7 +1947,7 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
         device_zero(stage->d.dx, sizeof(floatX) * (size_t)N * C, stream);
         norm_backward(stage, stage->d.dx, stage->g.norm, stage->d.dnorm, stage->last, stage->normed, stage->p.norm,
                       stage->rstd, N, stream);
-        grads_done(hook, stage->has_embed + per_layer * L, stage->n_tensors);
+        grads_done(hook, lead + per_layer * L, stage->n_tensors);
     }
     stage_place(stage, starts, B, T, NULL, stream);
     for (int l = L - 1; l >= 0; l--) {
@@ -1678,12 +1955,12 @@ static void stage_backward(Stage *stage, int slot, const int32_t *starts, int B,
             layer_forward(stage, &acts[l], &stage->p.layers[l], again, stage->first_layer + l, B, T, NULL, stream);
         layer_backward(stage, &acts[l], &stage->p.layers[l], &stage->g.layers[l], &stage->d, stage->first_layer + l, B,
                        T, first, stream);
-        grads_done(hook, stage->has_embed + per_layer * l, stage->has_embed + per_layer * (l + 1));
+        grads_done(hook, lead + per_layer * l, lead + per_layer * (l + 1));
     }
     if (stage->has_embed && stage->g.embed != NULL)
         embedding_backward(stage->g.embed, stage->d.dx, stage->tokens + (int64_t)slot * stage->max_B * stage->max_T, N,
                            C, stream);
-    grads_done(hook, 0, stage->has_embed);
+    grads_done(hook, 0, lead);
 }
 
 // Before the first backward of a step: gradients that are only added to.
@@ -2686,6 +2963,7 @@ static int mesh_plan(Mesh *mesh, int batch, int micro_batch, int T, int training
         int in_flight = training ? schedule_in_flight(cell->index, mesh->n_stages, n_micro) : 1;
         cell->stage.slots = (in_flight + mesh->n_gpus - 1) / mesh->n_gpus; // each GPU has its share of them
         cell->stage.meets = meets;
+        cell->stage.borrows_frozen = cell->replica > 0 && mesh_cell(mesh, 0, cell->index)->hosted;
         cell->stage.delay = mesh->asynchronous ? versions_delay(cell->index, mesh->n_stages) : 0;
         if (mesh_runs_ahead(mesh)) cell->stage.slots = cell->stage.delay + 1;
         flow_free(&cell->flow);
@@ -2715,8 +2993,10 @@ static int mesh_alloc_gpus(Mesh *mesh) {
             Stage *stage = cell_stage(cell, g);
             if (stage_table(stage, &first->config, first->first_layer, first->n_layers)) return -1;
             stage->slots = first->slots, stage->n_moments = 0, stage->unrounded = first->unrounded;
-            stage->param_store = first->param_store;
+            stage->param_store = first->param_store, stage->frozen_store = first->frozen_store;
+            stage->borrows_frozen = first->borrows_frozen;
             if (stage_plan(stage, first->max_B, first->max_T, 1, first->recompute)) return -1;
+            if (stage->borrows_frozen) stage_borrow_frozen(stage, cell_stage(mesh_cell(mesh, 0, cell->index), g));
             if (stage_alloc(stage, mesh->streams[g])) return -1;
         }
     }
@@ -2726,8 +3006,10 @@ static int mesh_alloc_gpus(Mesh *mesh) {
 
 static int mesh_alloc(Mesh *mesh, Stream *stream) {
     mesh->stream = mesh->streams[0] = stream;
-    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell))
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL; cell = mesh_next(mesh, cell)) {
+        if (cell->stage.borrows_frozen) stage_borrow_frozen(&cell->stage, &mesh_cell(mesh, 0, cell->index)->stage);
         if (stage_alloc(&cell->stage, stream)) return -1;
+    }
     mesh->message = (unsigned char *)device_host_alloc((size_t)mesh->message_bytes);
     return mesh->message != NULL ? mesh_alloc_gpus(mesh) : error_set("out of memory for messages");
 }
@@ -2773,6 +3055,19 @@ static int mesh_share_embed(Mesh *mesh) {
                : 0;
 }
 
+// The further GPUs have the first one's frozen tensors from here on.
+static int mesh_share_frozen(Mesh *mesh) {
+    float *frozen[MAX_GPUS];
+    for (Cell *cell = mesh_next(mesh, NULL); cell != NULL && mesh->n_gpus > 1; cell = mesh_next(mesh, cell)) {
+        if (cell->stage.frozen_memory == NULL) continue;
+        for (int g = 0; g < mesh->n_gpus; g++) frozen[g] = cell_stage(cell, g)->frozen_memory;
+        if (nccl_share(mesh->nccl, frozen, cell->stage.frozen_bytes / 4, mesh->streams) ||
+            nccl_wait(mesh->nccl, mesh->streams))
+            return -1;
+    }
+    return 0;
+}
+
 // What each GPU needs for messages of klt: room for tables, and the first replica's embedding as it is now.
 static int mesh_alloc_klt(Mesh *mesh, int predicts) {
     const Stage *first = &mesh->cells[0].stage;
@@ -2785,8 +3080,8 @@ static int mesh_alloc_klt(Mesh *mesh, int predicts) {
         if (predicts && (place->embed = (float *)device_alloc(embed_bytes)) == NULL) return -1;
     }
     if (predicts && first->p.embed != NULL)
-        stored_copy(stored_floats(mesh->klt[0].embed), stage_values(first, ARENA_PARAMS, &first->tensors[0]),
-                    first->tensors[0].n, mesh->stream);
+        stored_copy(stored_floats(mesh->klt[0].embed), stage_values(first, ARENA_PARAMS, stage_embedding(first)),
+                    stage_embedding(first)->n, mesh->stream);
     return mesh_share_embed(mesh);
 }
 
@@ -2882,6 +3177,7 @@ typedef struct Node {
     Parcel *factors;                       // of the snapshot that is waited for, until they are used
     int factors_sent;                      // the anchor's: those of its last pass
     int has_embed;                         // what messages are predicted from is here
+    int has_frozen;                        // and what adapters stand beside
     int64_t open;                          // the last gate that is open
     json_t *go, *setup, *place, *save;     // orders that wait to be obeyed, the last of each kind
     int64_t lost_after[MESH_MAX_REPLICAS]; // a replica's snapshots after this one give no factors
@@ -3329,14 +3625,23 @@ typedef struct {
     int64_t ahead; // updates by which the forward of an asynchronous pipeline of several processes is ahead
 } Pass;
 
-// Multiplications and additions of a stage's forward over N rows; a backward has twice as many.
+// Multiplications and additions of a stage's forward over N rows.
 static double stage_flops(const Stage *stage, double N, int T) {
     const Config *c = &stage->config;
     double matrices = 0.0;
-    for (int i = 0; i < stage->n_tensors; i++)
-        if (stage->tensors[i].block) matrices += (double)stage->tensors[i].n;
+    for (int i = 0; i < stage_n_all(stage); i++)
+        if (stage_any(stage, i)->block) matrices += (double)stage_any(stage, i)->n;
     if (stage->has_head) matrices += (double)c->vocab * c->channels;
     return (2.0 * matrices + 2.0 * T * (double)stage->A * stage->n_layers) * N;
+}
+
+// The same of its backward: of every product two, but frozen matrices have no gradient.
+static double stage_backward_flops(const Stage *stage, double N, int T) {
+    double frozen = 0.0;
+    for (int i = 0; i < stage->n_frozen; i++)
+        if (stage->frozen[i].block) frozen += (double)stage->frozen[i].n;
+    if (stage->n_frozen > 0 && stage->has_head) frozen += (double)stage->config.vocab * stage->config.channels;
+    return 2.0 * stage_flops(stage, N, T) - 2.0 * frozen * N;
 }
 
 // The message of micro-batch `micro`, whose first sequence is number b of the batch.
@@ -3620,7 +3925,8 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
         }
     }
     if (cells_are_timed(mesh)) stream_wait(stream);
-    double took = seconds() - start, flops = stage_flops(stage, N, T) * (work.kind == WORK_FORWARD ? 1.0 : 2.0);
+    double took = seconds() - start;
+    double flops = work.kind == WORK_FORWARD ? stage_flops(stage, N, T) : stage_backward_flops(stage, N, T);
     if (pass->times != NULL) { // of the head's three products one is forward
         double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
         pass->times->backward += backward, pass->times->forward += took - backward;
@@ -4339,6 +4645,8 @@ typedef struct {
     float beta, tau;
     int tau_relative, unrounded;
     Store param_store, grad_store, moment_store; // of the fast circuit
+    Store frozen_store;
+    const Stage *lender; // whose frozen tensors its model uses; NULL: it has its own
     Wire wire;
     // the thread's own while it works
     Stage stage; // the whole model: snapshot, gradient, and as its moments the momentum and the codec's bias
@@ -4843,6 +5151,7 @@ static int anchor_table(Stage *stage, const Anchor *anchor, const Config *config
         stage->tensors[i].left_out = stage->tensors[i].n_dims == 2 && !stage->tensors[i].block;
     stage->n_moments = 1 + anchor->corrects, stage->seed = anchor->seed;
     stage->param_store = anchor->param_store;
+    stage->frozen_store = anchor->frozen_store, stage->borrows_frozen = anchor->lender != NULL;
     if (anchor->corrects) return 0;
     stage->grad_store = anchor->grad_store;
     stage->moment_store = anchor->moment_store == STORE_FP32 ? STORE_FP32 : STORE_BF16;
@@ -4861,6 +5170,7 @@ static int anchor_start(Anchor *anchor, const Config *config, int recompute) {
     if (anchor_table(&anchor->stage, anchor, config)) return -1;
     anchor->stage.unrounded = anchor->unrounded;
     if (stage_plan(&anchor->stage, anchor->micro_batch, anchor->T, 1, recompute)) return -1;
+    if (anchor->lender != NULL) stage_borrow_frozen(&anchor->stage, anchor->lender);
     if (stage_alloc(&anchor->stage, anchor->stream) || batch_alloc(&anchor->tokens, anchor->batch, anchor->T))
         return -1;
     for (int i = 0; i < 2; i++) {
@@ -5007,6 +5317,7 @@ typedef struct {
     int host_is_gone;  // of a guest: the coordinator of this process has left
     // decided from the options, the model and the data
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
+    char base_path[PATH_MAX];  // the model that adapters belong to
     int B, T, threads;
     int anchored, anchor_delay; // anchor_delay 0: deliver when ready
     MeshDp dp;                  // MESH_DP_NONE with one fast replica
@@ -5747,10 +6058,17 @@ static int merge_open(SafeTensors *shards, const char *folder, int n_stages, int
     return 0;
 }
 
-// A weight of the model in the shard that has it: the merged one where the first shard has such, else the replica's.
-static const SafeTensor *merge_find(const SafeTensors *shards, int n_stages, const Tensor *tensor) {
+// 1 if the shards have merged weights: the first one has the first tensor of all.
+static int merge_is_merged(const SafeTensors *shards, const Stage *table) {
     char name[128];
-    int merged = safetensors_find(&shards[0], "global.model.embed_tokens.weight") != NULL, s = 0;
+    snprintf(name, sizeof name, "global.%s", table->tensors[0].name);
+    return safetensors_find(&shards[0], name) != NULL;
+}
+
+// A weight of the model in the shard that has it: the merged one, or the replica's.
+static const SafeTensor *merge_find(const SafeTensors *shards, int n_stages, int merged, const Tensor *tensor) {
+    char name[128];
+    int s = 0;
     snprintf(name, sizeof name, "%s%s", merged ? "global." : "p.", tensor->name);
     while (s + 1 < n_stages && safetensors_find(&shards[s], name) == NULL) s++;
     const SafeTensor *found = safetensors_find(&shards[s], name); // weights may be kept as bf16
@@ -5762,10 +6080,11 @@ static const SafeTensor *merge_find(const SafeTensors *shards, int n_stages, con
 static int merge_write(const SafeTensors *shards, int n_stages, const Stage *table, json_t *metadata,
                        const char *path) {
     SafeTensorsWriter writer;
+    int merged = merge_is_merged(shards, table);
     if (safetensors_writer_init(&writer, metadata)) return -1;
     for (int i = 0; i < table->n_tensors; i++) {
         const Tensor *tensor = &table->tensors[i];
-        const SafeTensor *from = merge_find(shards, n_stages, tensor);
+        const SafeTensor *from = merge_find(shards, n_stages, merged, tensor);
         if (from == NULL) {
             json_decref(writer.header);
             return -1;
@@ -5774,15 +6093,16 @@ static int merge_write(const SafeTensors *shards, int n_stages, const Stage *tab
     }
     if (safetensors_begin(&writer, path)) return -1;
     for (int i = 0; i < table->n_tensors; i++) {
-        const SafeTensor *from = merge_find(shards, n_stages, &table->tensors[i]);
+        const SafeTensor *from = merge_find(shards, n_stages, merged, &table->tensors[i]);
         file_write(&writer.file, from->data, (size_t)(from->end - from->begin));
     }
     return file_writer_close(&writer.file);
 }
 
 // Writes a model file from the shards of a replica's stages in `folder`, the bytes that model_save_native would write
-// in fp32, without memory for weights: merged ones where replicas meet, else the replica's, which the shards must hold
-// then. config: the stages', untied where there are several. Aside first, then renamed.
+// in fp32, or model_save_adapter's weights, without memory for them: merged ones where replicas meet, else the
+// replica's, which the shards must hold then. config: the stages', untied where there are several. Aside first, then
+// renamed.
 static int model_merge(const char *folder, const Config *config, int n_stages, int replica, const json_t *side_files,
                        const char *path) {
     char aside[PATH_MAX];
@@ -5793,7 +6113,9 @@ static int model_merge(const char *folder, const Config *config, int n_stages, i
     if (result == 0 && snprintf(aside, sizeof aside, "%s.tmp", path) >= (int)sizeof aside)
         result = error_set("%.200s: the path is too long", path);
     if (result == 0) result = merge_open(shards, folder, n_stages, replica);
-    json_t *metadata = result == 0 ? native_metadata(config, side_files, DTYPE_F32, path) : NULL;
+    json_t *metadata = result != 0             ? NULL
+                       : config->lora.rank > 0 ? json_pack("{s:s}", "format", "pt")
+                                               : native_metadata(config, side_files, DTYPE_F32, path);
     if (metadata == NULL) result = -1;
     if (result == 0) {
         result = merge_write(shards, n_stages, &table, metadata, aside) || file_replace(aside, path) ? -1 : 0;
@@ -5801,7 +6123,7 @@ static int model_merge(const char *folder, const Config *config, int n_stages, i
     }
     for (int s = 0; s < n_stages; s++) safetensors_close(&shards[s]);
     free(shards);
-    free(table.tensors);
+    stage_free(&table);
     return result;
 }
 
@@ -5821,9 +6143,9 @@ static json_t *progress_to_json(const Trainer *trainer) {
 }
 
 // Where a checkpoint's parameters of a cell are: in its shard, or in model.bin, which has those of the first replica
-// unless replicas meet: then it has the merged ones.
+// unless replicas meet: then it has the merged ones. Adapters are in the shard in any case.
 static int cell_keeps_params(const Cell *cell) {
-    return cell->replica > 0 || cell->stage.meets;
+    return cell->replica > 0 || cell->stage.meets || cell->stage.n_frozen > 0;
 }
 
 // The shards of all cells.
@@ -5849,18 +6171,28 @@ static int run_load_cells(Trainer *trainer, const char *folder) {
     return 0;
 }
 
+// The model file of a checkpoint whose shards are in the folder, from those of a replica: model.bin, or adapters.
+static int run_merge_model(const Trainer *trainer, const Config *config, const char *folder, int replica) {
+    char path[PATH_MAX];
+    int adapted = config->lora.rank > 0;
+    if (path_join(path, folder, adapted ? ADAPTER_WEIGHTS : "model.bin") ||
+        model_merge(folder, config, trainer->mesh.n_stages, replica, trainer->side_files, path))
+        return -1;
+    return adapted ? adapter_write_config(&config->lora, trainer->base_path, folder) : 0;
+}
+
 // The model file of a checkpoint whose shards are written: where replicas meet, they hold what it does.
 static int run_save_model(const Trainer *trainer, const char *folder) {
     char path[PATH_MAX];
-    const Mesh *mesh = &trainer->mesh;
-    const Stage *model = mesh_model(mesh, 0);
+    const Stage *model = mesh_model(&trainer->mesh, 0);
+    if (model->meets) return run_merge_model(trainer, &model->config, folder, 0);
+    if (model->n_frozen > 0) return model_save_adapter(model, ARENA_PARAMS, trainer->base_path, folder);
     if (path_join(path, folder, "model.bin")) return -1;
-    if (model->meets) return model_merge(folder, &model->config, mesh->n_stages, 0, trainer->side_files, path);
     return model_save_native(model, ARENA_PARAMS, trainer->side_files, path, DTYPE_F32);
 }
 
-// Saves step_N: a shard of every cell, the anchor's state, model.bin (fp32, usable with -m), run.json. A weight
-// that is not a number is never saved. On failure what was whole before is still whole.
+// Saves step_N: a shard of every cell, the anchor's state, model.bin (fp32, usable with -m) or adapters, run.json. A
+// weight that is not a number is never saved. On failure what was whole before is still whole.
 static int run_save(Trainer *trainer) {
     char folder[PATH_MAX], path[PATH_MAX];
     Mesh *mesh = &trainer->mesh;
@@ -5896,12 +6228,13 @@ static int run_save(Trainer *trainer) {
     return result;
 }
 
-// Keeps the weights with the lowest validation loss as best.bin.
+// Keeps the weights with the lowest validation loss as best.bin, adapters in the folder best.
 static int run_save_best(Trainer *trainer) {
     char path[PATH_MAX];
-    if (path_join(path, trainer->run.path, "best.bin")) return -1;
     const Stage *model = mesh_model(&trainer->mesh, 0);
+    if (path_join(path, trainer->run.path, model->n_frozen > 0 ? "best" : "best.bin")) return -1;
     if (!model_is_finite(model, trainer->stream)) return error_set("a weight is not finite; %s not saved", path);
+    if (model->n_frozen > 0) return model_save_adapter(model, ARENA_PARAMS, trainer->base_path, path);
     return model_save_native(model, ARENA_PARAMS, trainer->side_files, path, DTYPE_F32);
 }
 
@@ -5922,7 +6255,9 @@ static int resume_read(Trainer *trainer, json_t **state) {
         if (file_exists(path))
             return error_set("%s is of an older version: finish the run with that, or start a new one with -m %s", path,
                              run->path);
-        if (path_join(path, folder, "run.json") || path_join(trainer->model_path, folder, "model.bin")) return -1;
+        if (path_join(path, folder, "run.json")) return -1;
+        // adapters: the run's own -m has the weights that they stand beside
+        if (!adapter_is_folder(folder) && path_join(trainer->model_path, folder, "model.bin")) return -1;
         *state = json_load_file(path, 0, &error);
         if (*state == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
         if (json_size(json_object_get(*state, "step")) == step) return 0;
@@ -6049,6 +6384,7 @@ static void print_kept(const char *what, Store store, int64_t n_bytes) {
 }
 
 static void bytes_add(StageBytes *sum, const StageBytes *more) {
+    sum->frozen += more->frozen;
     sum->params += more->params, sum->rounded += more->rounded, sum->grads += more->grads;
     sum->versions += more->versions;
     sum->moments += more->moments, sum->outer += more->outer, sum->acts += more->acts;
@@ -6240,6 +6576,18 @@ static void print_optimizer(const Options *opts) {
     printf("\n");
 }
 
+// What stays frozen and what is trained instead.
+static void print_lora(const Trainer *trainer) {
+    const Lora *lora = &trainer->config.lora;
+    char targets[64];
+    double frozen = 0.0;
+    lora_targets_text(lora, targets, sizeof targets);
+    printf("lora: rank %d, alpha %g, of %s; the model itself is frozen\n", lora->rank, (double)lora->alpha, targets);
+    for (const Stage *stage = mesh_model(&trainer->mesh, 0); stage != NULL; stage = stage->next)
+        frozen += (double)stage->frozen_params;
+    print_count("frozen parameters", frozen, "");
+}
+
 static void print_plan(const Trainer *trainer) {
     const Config *c = &trainer->config;
     const Options *opts = &trainer->opts;
@@ -6251,10 +6599,12 @@ static void print_plan(const Trainer *trainer) {
     char schedule[32];
     printf("model: %d layers, d %d, heads %d/%d of %d, ffn %d, vocabulary %d, context %d, %s head\n", c->n_layers,
            c->channels, c->heads, c->kv_heads, c->head_dim, c->ffn, c->vocab, c->context, c->tied ? "tied" : "own");
-    print_count("parameters", (double)trainer->n_params, "");
-    printf("memory:\n");
     const Stage *first = mesh_model(mesh, 0);
-    print_kept("parameters", first->param_store, bytes.params);
+    if (first->n_frozen > 0) print_lora(trainer);
+    print_count(first->n_frozen > 0 ? "parameters of adapters" : "parameters", (double)trainer->n_params, "");
+    printf("memory:\n");
+    if (first->n_frozen > 0) print_kept("frozen weights", first->frozen_store, bytes.frozen);
+    print_kept(first->n_frozen > 0 ? "adapters" : "parameters", first->param_store, bytes.params);
     if (bytes.rounded > 0) print_count("parameters (bf16 copy)", (double)bytes.rounded, "B");
     if (training) {
         print_kept("gradients", first->grad_store, bytes.grads);
@@ -6342,6 +6692,7 @@ static MeshPlan estimate_plan(const Trainer *trainer) {
     plan.device_tflops = opts->device_tflops > 0.0f ? (double)opts->device_tflops : 90.0;
     plan.keeps_delta = opts->optimizer == OPTIMIZER_PIPEMARE;
     plan.param_size = opts->param_dtype == STORE_BF16 ? 2.0 : 4.0;
+    plan.frozen_size = trainer->anchor.frozen_store == STORE_BF16 ? 2.0 : 4.0;
     plan.grad_size = opts->grad_dtype == STORE_BF16 ? 2.0 : 4.0;
     plan.moment_size = (double)store_bytes((Store)opts->optimizer_dtype, STORE_BLOCK) / STORE_BLOCK;
     plan.rotation_bytes = 4.0 * (double)rotation_floats(&mesh->cells[0].stage, mesh->cells[0].stage.n_tensors) /
@@ -6455,9 +6806,9 @@ static void book_anchor(Trainer *trainer, int64_t table_bytes, StepResult *resul
     for (int s = 0; s < mesh->n_stages && !anchor->useless; s++)
         factors += anchor_factor_bytes(anchor, &mesh_cell(mesh, 0, s)->stage);
     factors += table_bytes;
-    double took = mesh->device_flops > 0.0 ? 3.0 * passes * stage_flops(&anchor->stage, (double)tokens, anchor->T) /
-                                                 (mesh->device_flops * mesh->n_stages)
-                                           : anchor->seconds;
+    double flops = stage_flops(&anchor->stage, (double)tokens, anchor->T) +
+                   stage_backward_flops(&anchor->stage, (double)tokens, anchor->T);
+    double took = mesh->device_flops > 0.0 ? passes * flops / (mesh->device_flops * mesh->n_stages) : anchor->seconds;
     Clock sender = {anchor->launched_at + took, 0.0};
     clock_send(&sender, mesh->speed, boundaries / mesh->n_stages);
     double ready = clock_send(&sender, mesh->speed, factors / mesh->n_stages);
@@ -7198,14 +7549,15 @@ static void print_traffic(const Trainer *trainer) {
 
 // The last words of a run whose state is saved.
 static void print_end(const Trainer *trainer) {
+    int adapted = trainer->config.lora.rank > 0;
     const Progress *p = &trainer->progress;
     print_traffic(trainer);
     if (p->step < trainer->n_steps)
         printf("stopped after step %lld of %lld, saved; go on with: ./train -o %s --resume\n", (long long)p->step,
                (long long)trainer->n_steps, trainer->run.path);
     else
-        printf("done: %lld steps in %.0f s; the model is %s/latest/model.bin\n", (long long)p->step, p->elapsed,
-               trainer->run.path);
+        printf("done: %lld steps in %.0f s; the %s %s/latest%s\n", (long long)p->step, p->elapsed,
+               adapted ? "adapters are" : "model is", trainer->run.path, adapted ? "" : "/model.bin");
 }
 
 static int train_loop(Trainer *trainer, Batch *batches, Probe *probe) {
@@ -8043,6 +8395,39 @@ static int node_fetch_weights(Trainer *trainer, Cell *cell) {
     return result;
 }
 
+// The frozen tensors that a stage has of the model's stage number `part`.
+static int node_fetch_part(Trainer *trainer, Stage *stage, int part) {
+    char path[PATH_MAX], what[32];
+    SafeTensors file;
+    int result = 0;
+    snprintf(what, sizeof what, "frozen.%d", part);
+    if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, what, path)) return -1;
+    if (safetensors_open(&file, path)) return -1;
+    const Stage *table = &mesh_cell(&trainer->mesh, 0, part)->stage;
+    int at = 0; // where they begin in the stage's own table
+    while (at < stage->n_frozen && strcmp(stage->frozen[at].name, table->frozen[0].name) != 0) at++;
+    for (int i = 0; i < table->n_frozen && at < stage->n_frozen && result == 0; i++, at++) {
+        const Tensor *t = &stage->frozen[at];
+        const SafeTensor *tensor = state_tensor(&file, t->name, t->n);
+        result = tensor == NULL ? -1 : stage_read(stage, stage_values(stage, ARENA_PARAMS, t), t->n, tensor, 0);
+    }
+    safetensors_close(&file);
+    unlink(path);
+    return result;
+}
+
+// Once: the weights that adapters stand beside, of the cell's stage or, for the anchor, of all.
+static int node_fetch_frozen(Trainer *trainer) {
+    Mesh *mesh = &trainer->mesh;
+    Cell *cell = node_cell(trainer);
+    Stage *stage = cell != NULL ? &cell->stage : &trainer->anchor.stage;
+    if (stage->n_frozen == 0 || trainer->node->has_frozen) return 0;
+    for (int s = 0; s < mesh->n_stages; s++)
+        if ((cell == NULL || cell->index == s) && node_fetch_part(trainer, stage, s)) return -1;
+    trainer->node->has_frozen = 1;
+    return mesh_share_frozen(mesh);
+}
+
 // The state of the cell at the step at which it is placed. from: {"weights": "init" | "file" | "keep", "shard": the
 // node that has it, or -1}.
 static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
@@ -8053,7 +8438,7 @@ static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
     if (weights == NULL) return error_set("the coordinator does not say where weights come from");
     if (strcmp(weights, "keep") == 0) return 0;
     if (strcmp(weights, "init") == 0)
-        stage_init(stage, (uint64_t)trainer->opts.seed);
+        stage_init_table(stage, (uint64_t)trainer->opts.seed);
     else if (strcmp(weights, "file") == 0 && node_fetch_weights(trainer, cell))
         return -1;
     trainer->anchor.deliveries = 0; // factors and tables of before are not this state's
@@ -8071,7 +8456,7 @@ static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
 static int node_fetch_embed(Trainer *trainer, const json_t *from) {
     char path[PATH_MAX];
     Mesh *mesh = &trainer->mesh;
-    const Tensor *tensor = &mesh_model(mesh, 0)->tensors[0];
+    const Tensor *tensor = stage_embedding(mesh_model(mesh, 0));
     float *embed = mesh->klt[0].embed;
     SafeTensors file;
     if (embed == NULL || trainer->node->has_embed) return 0;
@@ -8156,7 +8541,7 @@ static int node_take_place(Trainer *trainer) {
     parcels_free(&node->inbox, CHANNEL_KINDS, -1);
     parcel_free(node->factors);
     node->factors = NULL;
-    int failed = node_enter(trainer, order) || node_fetch_embed(trainer, from) ||
+    int failed = node_enter(trainer, order) || node_fetch_frozen(trainer) || node_fetch_embed(trainer, from) ||
                  (cell != NULL ? node_fetch_cell(trainer, cell, from)
                                : node_fetch_anchor(trainer, from, json_is_true(json_object_get(order, "exact"))));
     int has_factors = json_is_true(json_object_get(order, "factors"));
@@ -8541,14 +8926,18 @@ static int open_model(Trainer *trainer, ModelFile *file) {
         if (opts->model[0] == '\0' && opts->init[0] == '\0')
             return error_set("no model: give -m FILE, or --init for a random one (--help lists everything)");
         if (opts->init[0] != '\0') {
+            if (opts->lora[0] != '\0') return error_set("--lora goes with -m: adapters belong to a model in a file");
             if (config_from_spec(&trainer->config, opts->init)) return -1;
             trainer->side_files = trainer->config.vocab == BYTE_VOCAB ? tokenizer_byte_files() : json_object();
             return trainer->side_files != NULL ? open_tokenizer(trainer) : -1;
         }
         snprintf(trainer->model_path, sizeof trainer->model_path, "%s", opts->model);
     }
-    if (model_file_open(file, trainer->model_path)) return -1;
+    if (opts->lora[0] != '\0' ? model_file_open_with(file, trainer->model_path, opts->lora)
+                              : model_file_open(file, trainer->model_path))
+        return -1;
     trainer->config = file->config;
+    memcpy(trainer->base_path, file->path, sizeof trainer->base_path);
     trainer->side_files = json_incref(file->side_files);
     return open_tokenizer(trainer);
 }
@@ -8647,6 +9036,43 @@ static int is_host(const Options *opts) {
     return opts->host[0] != '\0';
 }
 
+// Takes rank, alpha and targets of the file's adapters as the options, so that the log and other processes have them.
+static int lora_from_file(Trainer *trainer, const Lora *lora) {
+    Options *opts = &trainer->opts;
+    if (is_given(trainer, "lora-rank") && opts->lora_rank != lora->rank)
+        return error_set("--lora-rank %d: the adapters given have rank %d", opts->lora_rank, lora->rank);
+    opts->lora_rank = lora->rank, opts->lora_alpha = lora->alpha;
+    lora_targets_text(lora, opts->lora_targets, sizeof opts->lora_targets);
+    return 0;
+}
+
+// What of a model is trained: adapters of the file, new ones, or all of it. For anything else they are merged.
+static int decide_lora(Trainer *trainer, const ModelFile *file, int training) {
+    static const char *const needs_rank[] = {"lora-alpha", "lora-targets", NULL};
+    Options *opts = &trainer->opts;
+    Config *config = &trainer->config;
+    Lora lora = file->config.lora;
+    int M, K;
+    memset(&config->lora, 0, sizeof config->lora);
+    if (!training && opts->lora_rank > 0) return error_set("--lora-rank goes with training; --lora names adapters");
+    if (training && lora.rank > 0 && lora_from_file(trainer, &lora)) return -1;
+    if (opts->lora_rank == 0) return given_in_vain(trainer, needs_rank, "no adapters are trained (--lora-rank)");
+    if (opts->init[0] != '\0')
+        return error_set("--lora-rank with --init: adapters belong to a model in a file; give -m");
+    if (opts->grad_dtype != STORE_FP32)
+        return error_set("--grad-dtype bf16: adapters' gradients are few and stay fp32; leave it out");
+    lora.rank = opts->lora_rank, lora.alpha = opts->lora_alpha > 0.0f ? opts->lora_alpha : 2.0f * (float)lora.rank;
+    if (lora_parse_targets(&lora, opts->lora_targets)) return -1;
+    for (int m = 0; m < LORA_MODULES; m++) {
+        lora_module_shape(m, config->channels, config_q_dim(config), config_kv_dim(config), config->ffn, &M, &K);
+        if (lora_has(&lora, m) && (lora.rank > M || lora.rank > K))
+            return error_set("--lora-rank %d is beyond %s, a matrix of %d x %d", lora.rank, lora_modules[m], M, K);
+    }
+    if (!is_given(trainer, "lr") && !opts->resume && !is_node(trainer)) opts->lr = LORA_LR;
+    config->lora = lora;
+    return 0;
+}
+
 // The mesh: how many cells, who is the anchor, how replicas meet.
 static int decide_mesh(Trainer *trainer, int training, int *n_replicas, int *n_stages) {
     const Options *opts = &trainer->opts;
@@ -8740,10 +9166,17 @@ static int decide_stores(Trainer *trainer, int training) {
     anchor->seed = (uint64_t)opts->seed;
     anchor->param_store = (Store)opts->param_dtype, anchor->grad_store = (Store)opts->grad_dtype;
     anchor->moment_store = (Store)opts->optimizer_dtype;
+    anchor->lender = NULL;
+    if (trainer->config.lora.rank > 0) { // frozen matrices are kept as products take them, adapters as floats
+        anchor->frozen_store = trainer->precision == PRECISION_BF16 ? STORE_BF16 : anchor->param_store;
+        anchor->param_store = STORE_FP32;
+        if (!is_node(trainer) && !is_host(opts)) anchor->lender = mesh_model(&trainer->mesh, 0);
+    }
     for (int i = 0; i < mesh_cells(&trainer->mesh); i++) {
         Stage *stage = &trainer->mesh.cells[i].stage;
         stage->seed = anchor->seed, stage->unrounded = 0;
         stage->param_store = anchor->param_store, stage->grad_store = anchor->grad_store;
+        stage->frozen_store = anchor->frozen_store;
         stage->moment_store = anchor->moment_store;
     }
     return 0;
@@ -8849,7 +9282,8 @@ static double guess_seconds(const Trainer *trainer) {
     const Mesh *mesh = &trainer->mesh;
     double flops = 0.0, rate = trainer->precision == PRECISION_BF16 ? GUESSED_BF16 : GUESSED_FP32;
     for (const Stage *stage = mesh_model(mesh, 0); stage != NULL; stage = stage->next)
-        flops += stage_flops(stage, (double)trainer->T, trainer->T) * (trainer->opts.recompute ? 4.0 : 3.0);
+        flops += stage_flops(stage, (double)trainer->T, trainer->T) * (trainer->opts.recompute ? 2.0 : 1.0) +
+                 stage_backward_flops(stage, (double)trainer->T, trainer->T);
     return flops * mesh->n_replicas / (rate * trainer->threads);
 }
 
@@ -8865,6 +9299,9 @@ static int pick_one(Trainer *trainer, Pick pick) {
     int rank = (int)larger(trainer->config.channels / 16, 1);
     if (is_given(trainer, names[pick])) return 0;
     if (pick == PICK_MICRO_BATCH && (trainer->B == 1 || opts->schedule == SCHEDULE_ASYNC)) return 0;
+    if (trainer->config.lora.rank > 0 &&
+        (pick == PICK_GRADS || (pick == PICK_PARAMS && trainer->precision == PRECISION_BF16)))
+        return 0;
     if (pick == PICK_RECOMPUTE && (opts->recompute || opts->no_stash)) return 0;
     if (pick == PICK_RANK && (!trainer->anchored || trainer->anchor.rank <= rank)) return 0;
     switch (pick) {
@@ -9255,6 +9692,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
     const Options *opts = &trainer->opts;
     Mesh *mesh = &trainer->mesh;
     if ((!is_node(trainer) && open_model(trainer, file)) || decide(trainer)) return -1;
+    if (decide_lora(trainer, file, training)) return -1;
     if (decide_mesh(trainer, training, &n_replicas, &n_stages)) return -1;
     // without training only a masked evaluation has boundaries
     if (!training && !(action == ACTION_EVAL && opts->eval_masked)) n_stages = 1;
@@ -9333,11 +9771,15 @@ static int load(Trainer *trainer, ModelFile *file) {
     if (mesh_alloc(mesh, trainer->stream)) return -1;
     if (is_node(trainer)) { // weights come when it is placed
     } else if (file->n_shards > 0) {
+        for (Stage *stage = model; stage != NULL && stage->n_frozen > 0; stage = stage->next)
+            stage_init_table(stage, seed); // adapters, unless the file has some
         if (model_load(model, file, trainer->opts.check_weights)) return -1;
+        if (file->config.lora.rank > 0 && model->n_frozen == 0 && model_add_adapters(model, file)) return -1;
     } else {
         for (Stage *stage = model; stage != NULL; stage = stage->next) stage_init(stage, seed);
     }
     if (!is_node(trainer)) mesh_spread(mesh);
+    if (!is_node(trainer) && mesh_share_frozen(mesh)) return -1;
     if (mesh_alloc_ends(mesh, mesh_samples(trainer))) return -1;
     if (mesh_meet(mesh, &trainer->outer, seed)) return -1;
     return trainer->anchored ? start_anchor(trainer) : 0;
@@ -9402,7 +9844,7 @@ static void node_clear_out(Trainer *trainer) {
     stream_destroy(trainer->stream);
     trainer->side_files = NULL, trainer->stream = NULL, trainer->n_params = 0;
     memset(&trainer->data, 0, sizeof trainer->data);
-    node->mesh = NULL, node->idle = NULL, node->has_embed = 0, node->epoch = 0;
+    node->mesh = NULL, node->idle = NULL, node->has_embed = node->has_frozen = 0, node->epoch = 0;
 }
 
 // Takes the role of the coordinator's setup: memory and data, unless it is the cell it had. An anchor begins anew.
@@ -9784,6 +10226,12 @@ static int shard_has_params(const char *path, const Stage *stage) {
     return has;
 }
 
+// 1 if the run's first weights are random: its model is, or its adapters.
+static int begins_anew(const Coordinator *c) {
+    int adapted = c->trainer->config.lora.rank > 0;
+    return c->file->n_shards == 0 || (adapted && c->file->config.lora.rank == 0);
+}
+
 // Where the state of a cell comes from that is not in the run: the checkpoint, the beginning, or a cell of the same
 // stage that is in the run (donor).
 static json_t *newcomer_source(const Coordinator *c, const Member *member, const Member *donor) {
@@ -9793,7 +10241,7 @@ static json_t *newcomer_source(const Coordinator *c, const Member *member, const
     if (donor != NULL)
         return json_pack("{s:b, s:s, s:I}", "init", is_init, "weights", "none", "shard", (json_int_t)donor->node);
     if (c->restored < 0)
-        return json_pack("{s:b, s:s, s:i}", "init", is_init, "weights", is_init ? "init" : "file", "shard", -1);
+        return json_pack("{s:b, s:s, s:i}", "init", is_init, "weights", begins_anew(c) ? "init" : "file", "shard", -1);
     int held = checkpoint_shard(trainer, c->restored, member->role / S, stage, path) == 0 &&
                shard_has_params(path, &mesh_cell(&trainer->mesh, 0, stage)->stage);
     return json_pack("{s:b, s:s, s:i}", "init", is_init, "weights", held ? "none" : "file", "shard", NODE_COORDINATOR);
@@ -9969,7 +10417,7 @@ static int write_embed(const Coordinator *c, const char *path) {
     char folder[PATH_MAX], from[PATH_MAX];
     SafeTensors file;
     SafeTensorsWriter writer;
-    const Tensor *tensor = &mesh_cell(&c->trainer->mesh, 0, 0)->stage.tensors[0];
+    const Tensor *tensor = stage_embedding(&mesh_cell(&c->trainer->mesh, 0, 0)->stage);
     if (checkpoint_path(folder, c->trainer->run.path, c->restored, "") || path_join(from, folder, "anchor.bin") ||
         safetensors_open(&file, from))
         return -1;
@@ -9983,11 +10431,28 @@ static int write_embed(const Coordinator *c, const char *path) {
     return result;
 }
 
+// Files that are made for members once and kept.
+typedef enum { MADE_DATA, MADE_WEIGHTS, MADE_EMBED, MADE_FROZEN, MADE_NOTHING } Made;
+static const char *const made_names[] = {"data", "weights", "embed", "frozen", ""};
+
+// Which of them a member asks for, by nothing but its name. *part: the stage of frozen.STAGE.
+static Made made_file(const Coordinator *c, const char *what, int *part) {
+    char frozen[32];
+    *part = 0;
+    for (int made = 0; made < MADE_FROZEN; made++)
+        if (strcmp(what, made_names[made]) == 0) return (Made)made;
+    for (int s = 0; s < c->members.n_stages; s++) {
+        snprintf(frozen, sizeof frozen, "frozen.%d", s);
+        if (strcmp(what, frozen) == 0) return *part = s, MADE_FROZEN;
+    }
+    return MADE_NOTHING;
+}
+
 // path (PATH_MAX) = the file that a member wants, made if it is not there.
 static int find_wanted(Coordinator *c, const Member *member, const char *what, char *path) {
     char name[64];
     const Trainer *trainer = c->trainer;
-    int stage = member_is_cell(c, member) ? member->role % c->members.n_stages : 0;
+    int stage = member_is_cell(c, member) ? member->role % c->members.n_stages : 0, part;
     const Stage *table = &mesh_cell(&trainer->mesh, 0, stage)->stage;
     if (strcmp(what, "shard") == 0)
         return checkpoint_shard(trainer, c->restored, member->role / c->members.n_stages, stage, path);
@@ -9995,15 +10460,21 @@ static int find_wanted(Coordinator *c, const Member *member, const char *what, c
         char folder[PATH_MAX];
         return checkpoint_path(folder, trainer->run.path, c->restored, "") || path_join(path, folder, what) ? -1 : 0;
     }
-    snprintf(name, sizeof name, strcmp(what, "weights") == 0 ? "%s_%d" : "%s", what, stage);
+    Made made = made_file(c, what, &part);
+    snprintf(name, sizeof name, "%s_%d", made_names[made],
+             made == MADE_WEIGHTS  ? stage
+             : made == MADE_FROZEN ? part
+                                   : 0);
+    if (made == MADE_NOTHING) return error_set("node %u wants a file '%.40s'", member->node, what);
     if (path_join(path, c->scratch, name)) return -1;
     if (file_exists(path)) return 0;
-    if (strcmp(what, "data") == 0) return dataset_save(&trainer->data, path);
-    if (strcmp(what, "weights") == 0) return write_weights(c->file, table->tensors, table->n_tensors, path);
-    if (strcmp(what, "embed") == 0 && c->restored >= 0) return write_embed(c, path);
-    if (strcmp(what, "embed") == 0)
-        return write_weights(c->file, mesh_cell(&trainer->mesh, 0, 0)->stage.tensors, 1, path);
-    return error_set("node %u wants a file '%.40s'", member->node, what);
+    if (made == MADE_DATA) return dataset_save(&trainer->data, path);
+    if (made == MADE_WEIGHTS) return write_weights(c->file, table->tensors, table->n_tensors, path);
+    if (made == MADE_EMBED && c->restored >= 0) return write_embed(c, path);
+    const Stage *first = &mesh_cell(&trainer->mesh, 0, 0)->stage;
+    if (made == MADE_EMBED) return write_weights(c->file, stage_embedding(first), 1, path);
+    table = &mesh_cell(&trainer->mesh, 0, part)->stage;
+    return write_weights(c->file, table->frozen, table->n_frozen, path);
 }
 
 static int serve_file(Coordinator *c, const Member *member, const json_t *wish) {
@@ -10283,9 +10754,7 @@ static int end_save(Coordinator *c) {
     if (c->next_anchor != NULL) json_object_set(c->saved, "anchor", c->next_anchor);
     char *text = json_dumps(c->saved, JSON_INDENT(1));
     int result = text != NULL ? checkpoint_path(folder, trainer->run.path, step, ".tmp") : -1;
-    if (result == 0) result = path_join(path, folder, "model.bin");
-    if (result == 0)
-        result = model_merge(folder, &trainer->config, c->members.n_stages, lead, trainer->side_files, path);
+    if (result == 0) result = run_merge_model(trainer, &trainer->config, folder, lead);
     if (result == 0) result = fill_shards(c, folder, lead);
     if (result == 0) result = path_join(path, folder, "run.json");
     if (result == 0) result = file_write_text(path, text);

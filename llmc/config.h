@@ -15,6 +15,7 @@
 #include "family.h"
 #include "file.h" // FileMap
 #include "json.h" // json_from_float
+#include "lora_config.h"
 #include "rope_config.h"
 
 enum { CONFIG_MAX_LAYERS = 4096 };
@@ -34,6 +35,7 @@ typedef struct {
     Family family;
     int window;                               // sliding_window: longer sequences are refused; 0: none
     uint32_t no_rope[CONFIG_MAX_LAYERS / 32]; // bit of each layer without RoPE
+    Lora lora;                                // rank > 0: adapters are trained and all else is frozen
 } Config;
 
 static inline const FamilyTraits *config_traits(const Config *config) {
@@ -61,6 +63,11 @@ static inline int config_has_rope(const Config *config, int layer) {
 static inline int64_t config_layer_matrices(const Config *config) {
     int64_t C = config->channels;
     return 2 * C * config_q_dim(config) + 2 * C * config_kv_dim(config) + 3 * C * config->ffn;
+}
+
+// Values of a layer's adapters.
+static inline int64_t config_layer_adapters(const Config *config) {
+    return lora_layer_values(&config->lora, config->channels, config_q_dim(config), config_kv_dim(config), config->ffn);
 }
 
 // Values of q's norm, and of k's.
@@ -361,22 +368,22 @@ static const struct {
     Config config;
 } config_presets[] = {
     // clang-format off
-    // layers, d, heads, kv, head-dim, ffn, vocab, ctx, eps, tied, RoPE, begin, end, std, family, window, layers without RoPE
-    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"llama-3.2-1b", {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"llama-3.2-3b", {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"llama-3-8b", {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f, FAMILY_LLAMA, 0, {0}}},
-    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}}},
-    {"mistral-7b", {32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_MISTRAL, 4096, {0}}},
-    {"smollm3-3b", {36, 2048, 16, 4, 128, 11008, 128256, 65536, 1e-6f, 1, {5000000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_SMOLLM3, 0, {0x88888888, 0x8}}},
-    {"qwen2.5-0.5b", {24, 896, 14, 2, 64, 4864, 151936, 32768, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151643, 0.02f, FAMILY_QWEN2, 0, {0}}},
-    {"qwen3-0.6b", {28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151645, 0.02f, FAMILY_QWEN3, 0, {0}}},
-    {"olmo-7b", {32, 4096, 32, 32, 128, 11008, 50304, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, -1, 50279, 0.02f, FAMILY_OLMO, 0, {0}}},
-    {"olmo-2-7b", {32, 4096, 32, 32, 128, 11008, 100352, 4096, 1e-6f, 0, {500000.0f, 0, 0, 0, 0, 0}, 100257, 100257, 0.02f, FAMILY_OLMO2, 0, {0}}},
+    // layers, d, heads, kv, head-dim, ffn, vocab, ctx, eps, tied, RoPE, begin, end, std, family, window, layers without RoPE, adapters
+    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"llama-3.2-1b", {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"llama-3.2-3b", {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"llama-3-8b", {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
+    {"mistral-7b", {32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_MISTRAL, 4096, {0}, {0, 0, 0}}},
+    {"smollm3-3b", {36, 2048, 16, 4, 128, 11008, 128256, 65536, 1e-6f, 1, {5000000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_SMOLLM3, 0, {0x88888888, 0x8}, {0, 0, 0}}},
+    {"qwen2.5-0.5b", {24, 896, 14, 2, 64, 4864, 151936, 32768, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151643, 0.02f, FAMILY_QWEN2, 0, {0}, {0, 0, 0}}},
+    {"qwen3-0.6b", {28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151645, 0.02f, FAMILY_QWEN3, 0, {0}, {0, 0, 0}}},
+    {"olmo-7b", {32, 4096, 32, 32, 128, 11008, 50304, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, -1, 50279, 0.02f, FAMILY_OLMO, 0, {0}, {0, 0, 0}}},
+    {"olmo-2-7b", {32, 4096, 32, 32, 128, 11008, 100352, 4096, 1e-6f, 0, {500000.0f, 0, 0, 0, 0, 0}, 100257, 100257, 0.02f, FAMILY_OLMO2, 0, {0}, {0, 0, 0}}},
     // clang-format on
 };
 enum { CONFIG_PRESETS = sizeof config_presets / sizeof *config_presets };

@@ -79,6 +79,7 @@ typedef struct {
     int keeps_delta;                           // 1: the optimizer keeps a third value beside the moments
     double rotation_bytes;                     // of a layer's bases and their moments, in memory
     double param_size, grad_size, moment_size; // bytes of a value in memory; 0: 4
+    double frozen_size;                        // with adapters of a frozen one; 0: 4
     MeshDp dp;                                 // between fast replicas; off with one
     int local_steps;                           // of DiLoCo between averages
     int powersgd_rank;                         // 0: the largest that gives MESH_POWERSGD_RATIO
@@ -118,8 +119,22 @@ static inline double factor_elements(int64_t m, int64_t n, int64_t rank, int ext
     return (double)(rank > 0 && rank < full ? rank : full) * (double)(m + n + extra);
 }
 
-// The same for a layer's seven matrices.
+// The same for a layer's adapters.
+static inline double adapter_factor_elements(const Config *config, int64_t rank, int extra) {
+    const Lora *lora = &config->lora;
+    double elements = 0.0;
+    for (int module = 0; module < LORA_MODULES; module++) {
+        int M, K;
+        lora_module_shape(module, config->channels, config_q_dim(config), config_kv_dim(config), config->ffn, &M, &K);
+        if (lora_has(lora, module))
+            elements += factor_elements(lora->rank, K, rank, extra) + factor_elements(M, lora->rank, rank, extra);
+    }
+    return elements;
+}
+
+// The same for what is trained of a layer: its seven matrices, or their adapters.
 static inline double layer_factor_elements(const Config *config, int64_t rank, int extra) {
+    if (config->lora.rank > 0) return adapter_factor_elements(config, rank, extra);
     int64_t C = config->channels, A = config_q_dim(config), KV = config_kv_dim(config), F = config->ffn;
     return 2.0 * factor_elements(A, C, rank, extra) + 2.0 * factor_elements(KV, C, rank, extra) +
            3.0 * factor_elements(F, C, rank, extra);
@@ -127,6 +142,7 @@ static inline double layer_factor_elements(const Config *config, int64_t rank, i
 
 // Elements PowerSGD sends for n_layers layers, n_tables matrices (V, C) and n_norms further norms.
 static inline double powersgd_elements(const Config *config, int n_layers, int n_tables, int n_norms, int rank) {
+    if (config->lora.rank > 0) return n_layers * layer_factor_elements(config, rank, 0);
     return n_layers * layer_factor_elements(config, rank, 0) +
            n_tables * factor_elements(config->vocab, config->channels, rank, 0) +
            n_layers * (double)config_layer_vectors(config) + n_norms * (double)config_norm(config);
@@ -136,9 +152,10 @@ static inline double powersgd_elements(const Config *config, int n_layers, int n
 // round: min(r, m, n)*(m + n) for a matrix, vectors whole. untied: the head is a matrix of its own although the config
 // ties it (Y > 1).
 static inline int powersgd_auto_rank(const Config *config, int untied, double ratio) {
-    int n_tables = untied || !config->tied ? 2 : 1, rank = 1;
-    double elements = (double)config_n_params(config);
-    if (untied && config->tied) elements += (double)config->vocab * config->channels;
+    int n_tables = untied || !config->tied ? 2 : 1, rank = 1, adapted = config->lora.rank > 0;
+    double elements =
+        adapted ? (double)config->n_layers * (double)config_layer_adapters(config) : (double)config_n_params(config);
+    if (untied && config->tied && !adapted) elements += (double)config->vocab * config->channels;
     while (rank < config->channels &&
            elements >= ratio * powersgd_elements(config, config->n_layers, n_tables, 1, rank + 1))
         rank++;
@@ -186,7 +203,8 @@ static inline int plan_check(const MeshPlan *plan) {
         {"tables' bytes", plan->table_bytes, 0.0, 1e15},        {"tables' memory", plan->table_memory, 0.0, 1e15},
         {"codec's memory", plan->codec_memory, 0.0, 1e15},      {"learner's memory", plan->learn_memory, 0.0, 1e15},
         {"rotation's memory", plan->rotation_bytes, 0.0, 1e15}, {"a parameter's bytes", plan->param_size, 0.0, 4.0},
-        {"a gradient's bytes", plan->grad_size, 0.0, 4.0},      {"a moment's bytes", plan->moment_size, 0.0, 4.0}};
+        {"a gradient's bytes", plan->grad_size, 0.0, 4.0},      {"a moment's bytes", plan->moment_size, 0.0, 4.0},
+        {"a frozen value's bytes", plan->frozen_size, 0.0, 4.0}};
     if (config_check(&plan->config, "mesh")) return -1;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].min || sizes[i].value > sizes[i].max)
@@ -206,6 +224,10 @@ static inline int plan_check(const MeshPlan *plan) {
     return 0;
 }
 
+static inline double value_size(double size) {
+    return size > 0.0 ? size : 4.0;
+}
+
 // Activations of a stage in bytes, by the layout of train_gpt.cu's stage_carve without its alignment: what each
 // micro-batch in flight keeps, and the buffers that all of them use in turn.
 static inline double cell_act_bytes(const MeshPlan *plan, int n_layers, int is_last, int in_flight) {
@@ -215,15 +237,12 @@ static inline double cell_act_bytes(const MeshPlan *plan, int n_layers, int is_l
     double inner = N * (3.0 * C + QKV + A + 3.0 * F + config->heads + 2.0); // norms, qkv, att, mid, gate_up, hidden
     if (config_traits(config)->qk_norm != QK_NORM_NONE)
         inner += N * (A + (double)config_kv_dim(config) + (double)config_qk_rows(config));
+    for (int m = 0; m < LORA_MODULES; m++) inner += lora_has(&config->lora, m) ? N * config->lora.rank : 0.0;
     double kept = n_layers * N * C + (plan->recompute ? 0.0 : n_layers * inner) + 3.0 * N; // layers' inputs, tokens
     double gradients = N * (2.0 * C + fmax(F, A) + fmax(2.0 * F, QKV));
     double turns = gradients + (plan->recompute ? inner : 0.0) + (double)plan->T * config->head_dim; // RoPE tables
     double head = is_last ? N * (2.0 * C + 2.0) + (double)plan->logits_floats : 0.0;
     return 4.0 * (in_flight * kept + turns + head);
-}
-
-static inline double value_size(double size) {
-    return size > 0.0 ? size : 4.0;
 }
 
 // Stage s of the plan, with n_layers layers. Memory is as in train_gpt.cu, without the bf16 copy it makes where there
@@ -233,6 +252,7 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     const Config *config = &plan->config;
     int Y = plan->stages, is_last = s == Y - 1, n_micro = plan_micro_batches(plan);
     int has_head = is_last && (Y > 1 || !config->tied), n_tables = (s == 0) + has_head; // matrices (V, C)
+    int adapted = config->lora.rank > 0;
     double tokens = plan_tokens(plan), wire = plan->wire_bytes, ring = 2.0 * (n_fast - 1) / n_fast;
     double factors = n_layers * layer_factor_elements(config, plan->anchor_rank, 1);
     int n_beside = (s > 0) + (s < Y - 1); // boundaries
@@ -243,11 +263,21 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     cell->flops =
         6.0 * (double)(n_layers * partition_layer_cost(config, plan->T) + (is_last ? partition_head_cost(config) : 0));
 
+    double frozen = 0.0;
+    if (adapted) { // frozen matrices have no gradient of their own
+        double adapters = (double)n_layers * (double)config_layer_adapters(config);
+        double weights = (double)n_layers * (double)config_layer_matrices(config);
+        weights += is_last ? (double)partition_head_cost(config) : 0.0;
+        cell->flops += 6.0 * adapters - 2.0 * weights;
+        frozen = value_size(plan->frozen_size) * (double)cell->n_params;
+        cell->n_params = (int64_t)adapters;
+    }
     double arena = 4.0 * (double)cell->n_params;
-    double vectors = (double)(n_layers * config_layer_vectors(config) + is_last * config_norm(config));
+    double vectors = adapted ? 0.0 : (double)(n_layers * config_layer_vectors(config) + is_last * config_norm(config));
     double matrices = (double)cell->n_params - vectors;
-    double params = value_size(plan->param_size) * (double)cell->n_params, grads = value_size(plan->grad_size);
-    cell->param_bytes = params, cell->grad_bytes = grads * (double)cell->n_params;
+    double params = value_size(adapted ? 4.0 : plan->param_size) * (double)cell->n_params,
+           grads = value_size(plan->grad_size);
+    cell->param_bytes = params + frozen, cell->grad_bytes = grads * (double)cell->n_params;
     cell->moment_bytes = 2.0 * value_size(plan->moment_size) * (double)cell->n_params + plan->keeps_delta * arena;
     cell->moment_bytes += n_layers * plan->rotation_bytes;
     cell->version_bytes = plan->asynchronous && plan->stash ? versions_delay(s, Y) * params : 0.0;
@@ -263,13 +293,13 @@ static inline void cell_estimate(CellEstimate *cell, const MeshPlan *plan, int s
     }
     if (plan_has_anchor(plan)) {
         double snapshot = n_fast == 1 ? (double)cell->n_params : 0.0; // else it follows the averages for free
-        double blocks = (double)(n_layers * config_layer_matrices(config));
+        double blocks = adapted ? (double)cell->n_params : (double)(n_layers * config_layer_matrices(config));
         double momentum = (value_size(plan->moment_size) < 4.0 ? 2.0 : 4.0) * blocks;
         cell->factor_bytes = 4.0 * factors;
         double sent = wire * (plan->factor_sets * factors + snapshot);
         sent += plan->table_bytes * n_beside;
         cell->anchor_bytes = sent / (plan->anchor_delay * tokens);
-        cell->anchor_memory_bytes = params + grads * blocks + momentum + cell->factor_bytes + anchor_acts;
+        cell->anchor_memory_bytes = params + frozen + grads * blocks + momentum + cell->factor_bytes + anchor_acts;
         cell->anchor_memory_bytes += s > 0 ? plan->learn_memory : 0.0;
         cell->codec_bytes = n_beside * plan->table_memory + (n_beside > 0 ? plan->codec_memory : 0.0);
     }

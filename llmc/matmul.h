@@ -251,7 +251,8 @@ static inline void matmul_half_grad(uint16_t *dweight, Operand grad, Operand inp
 static inline void matmul_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x, Weight weight,
                                    int N, int K, int M, int accumulate_dweight, Stream *stream) {
     int bf16 = matmul_is_bf16(N, stream);
-    Operand input = matmul_operand(x, N, K, K, bf16, SCRATCH_A, stream);
+    Operand input = {NULL, 0};
+    if (dweight != NULL) input = matmul_operand(x, N, K, K, bf16, SCRATCH_A, stream);
     int64_t slice = matmul_slice(M, K);
     for (int64_t m = 0; m < M; m += slice) {
         int64_t width = M - m < slice ? M - m : slice;

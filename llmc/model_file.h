@@ -1,6 +1,7 @@
 // Where a model comes from: a native .bin (safetensors with the config and the tokenizer in its metadata), a Hugging
 // Face folder (config.json with model.safetensors or a sharded index), a run folder (its latest checkpoint), a GGUF
 // file or a .bin of llama2.c. Kinds of files are told apart by how they begin; all become the same table of tensors.
+// A folder of adapters stands for the model they belong to, and their tensors are in the table too.
 //
 //   ModelFile file;
 //   if (model_file_open(&file, "llama1b.bin")) ...          // maps and checks; file.config is the shape
@@ -10,6 +11,7 @@
 
 #include <jansson.h> // config and index
 
+#include "adapter.h"
 #include "config.h"
 #include "error.h"
 #include "file.h"
@@ -28,8 +30,9 @@ enum { MODEL_SIDE_FILES = sizeof model_side_files / sizeof *model_side_files };
 typedef struct {
     SafeTensors *shards;
     int n_shards;
-    Config config;
-    json_t *side_files; // object: name -> text
+    Config config;       // config.lora: of the adapters in it
+    char path[PATH_MAX]; // of the model without adapters
+    json_t *side_files;  // object: name -> text
 } ModelFile;
 
 static inline void model_file_close(ModelFile *file) {
@@ -234,28 +237,70 @@ static inline int model_file_open_file(ModelFile *file, const char *path) {
     return llama2c_is(path) ? model_file_open_llama2c(file, path) : model_file_open_native(file, path);
 }
 
+// Adds a folder's adapters to an open model: their tensors, and config.lora.
+static inline int model_file_add_adapter(ModelFile *file, const AdapterConfig *adapter, const char *folder) {
+    char path[PATH_MAX];
+    if (file->config.lora.rank > 0) return error_set("%s: the model has adapters already; export it first", folder);
+    if (path_join(path, folder, ADAPTER_WEIGHTS) || model_file_add_shard(file, path)) return -1;
+    file->config.lora = adapter->lora;
+    file->config.lora.targets = adapter_targets(&file->shards[file->n_shards - 1]);
+    return file->config.lora.targets != 0 ? 0
+                                          : error_set("%s: no adapter of the first layer's matrices is in it", path);
+}
+
+// What is no folder of adapters.
+static inline int model_file_open_plain(ModelFile *file, const char *path) {
+    char inner[PATH_MAX];
+    if (snprintf(file->path, sizeof file->path, "%s", path) >= (int)sizeof file->path)
+        return error_set("%.200s: the path is too long", path);
+    if (!file_exists(path))
+        return error_set("%s: no such model; make one with --init, or give a .bin, a .gguf or a Hugging Face folder",
+                         path);
+    if (!file_is_folder(path)) return model_file_open_file(file, path);
+    if (path_join(inner, path, "config.json") == 0 && file_exists(inner)) return model_file_open_folder(file, path);
+    if (path_join(inner, path, "model.bin") == 0 && file_exists(inner)) return model_file_open_native(file, inner);
+    if (path_join(inner, path, "latest/model.bin") == 0 && file_exists(inner))
+        return model_file_open_native(file, inner);
+    return error_set("%s: neither a Hugging Face model (config.json) nor a run (latest/model.bin)", path);
+}
+
+// Adapters of a folder, and the model that their config names.
+static inline int model_file_open_adapted(ModelFile *file, const char *folder) {
+    AdapterConfig adapter;
+    if (adapter_read_config(&adapter, folder)) return -1;
+    if (!file_exists(adapter.base))
+        return error_set("%s: its model %s is not here; give it by -m, and the adapters by --lora %s", folder,
+                         adapter.base[0] != '\0' ? adapter.base : "is not named and", folder);
+    if (adapter_is_folder(adapter.base)) return error_set("%s: its model %s are adapters", folder, adapter.base);
+    return model_file_open_plain(file, adapter.base) ? -1 : model_file_add_adapter(file, &adapter, folder);
+}
+
 // Opens a model by its path. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
 static inline int model_file_open(ModelFile *file, const char *path) {
-    char inner[PATH_MAX];
-    int result;
+    char latest[PATH_MAX];
+    int result = path_join(latest, path, "latest");
     memset(file, 0, sizeof *file);
     file->side_files = json_object();
-    if (!file_exists(path)) {
-        result = error_set("%s: no such model; make one with --init, or give a .bin, a .gguf or a Hugging Face folder",
-                           path);
-    } else if (!file_is_folder(path)) {
-        result = model_file_open_file(file, path);
-    } else if (path_join(inner, path, "config.json") == 0 && file_exists(inner)) {
-        result = model_file_open_folder(file, path);
-    } else if (path_join(inner, path, "model.bin") == 0 && file_exists(inner)) {
-        result = model_file_open_native(file, inner);
-    } else if (path_join(inner, path, "latest/model.bin") == 0 && file_exists(inner)) {
-        result = model_file_open_native(file, inner);
-    } else {
-        result = error_set("%s: neither a Hugging Face model (config.json) nor a run (latest/model.bin)", path);
-    }
+    if (result == 0 && adapter_is_folder(path))
+        result = model_file_open_adapted(file, path);
+    else if (result == 0 && adapter_is_folder(latest))
+        result = model_file_open_adapted(file, latest);
+    else if (result == 0)
+        result = model_file_open_plain(file, path);
     if (result) model_file_close(file);
     return result;
+}
+
+// Opens a model and adapters that lie elsewhere.
+static inline int model_file_open_with(ModelFile *file, const char *path, const char *adapters) {
+    AdapterConfig adapter;
+    char latest[PATH_MAX];
+    int is_run =
+        path_join(latest, adapters, "latest") == 0 && !adapter_is_folder(adapters) && adapter_is_folder(latest);
+    if (adapter_read_config(&adapter, is_run ? latest : adapters) || model_file_open(file, path)) return -1;
+    if (model_file_add_adapter(file, &adapter, is_run ? latest : adapters) == 0) return 0;
+    model_file_close(file);
+    return -1;
 }
 
 // Finds a tensor and compares its shape and dtype with what the model needs. NULL with an error message.

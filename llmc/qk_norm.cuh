@@ -100,7 +100,8 @@ static inline void qk_norm_forward(floatX *x, floatX *kept, float *rstd, const f
                parts, W, x_stride, kept_stride, eps);
 }
 
-// d: N rows of d_stride values, gradient of the normalised values in, of the plain ones out. dweight (W) +=. Needs up
+// d: N rows of d_stride values, gradient of the normalised values in, of the plain ones out. dweight (W) += unless it
+// is NULL. Needs up
 // to 256*W floats of scratch. N*parts < 2^31.
 static inline void qk_norm_backward(floatX *d, float *dweight, const floatX *kept, const float *weight,
                                     const float *rstd, int N, int parts, int W, int d_stride, int kept_stride,
@@ -108,7 +109,7 @@ static inline void qk_norm_backward(floatX *d, float *dweight, const floatX *kep
     int64_t n_parts = (int64_t)N * parts;
     dim3 block(32, QK_NORM_PARTS);
     QkNormColumns columns = {d, kept, rstd, parts, W, d_stride, kept_stride};
-    columns_add(dweight, columns, (int)n_parts, W, stream);
+    if (dweight != NULL) columns_add(dweight, columns, (int)n_parts, W, stream);
     if (qk_norm_packed(W, d_stride, kept_stride) && aligned_16(d, kept, weight))
         LAUNCH((qk_norm_backward_kernel<FLOATX_WIDTH>), qk_norm_grid(n_parts), block, 0, stream, d, kept, weight, rstd,
                n_parts, parts, W, d_stride, kept_stride);

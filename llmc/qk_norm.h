@@ -35,16 +35,18 @@ static inline void qk_norm_forward(floatX *x, floatX *kept, float *rstd, const f
     }
 }
 
-// d: N rows of d_stride values, gradient of the normalised values in, of the plain ones out. dweight (W) +=.
+// d: N rows of d_stride values, gradient of the normalised values in, of the plain ones out. dweight (W) += unless it
+// is NULL.
 static inline void qk_norm_backward(floatX *d, float *dweight, const floatX *kept, const float *weight,
                                     const float *rstd, int N, int parts, int W, int d_stride, int kept_stride,
                                     Stream *stream) {
+    int wanted = dweight != NULL ? W : 0;
 #pragma omp parallel num_threads(stream->threads)
     {
         // A strip of columns a task: every column sums in one order, so thread counts agree bit for bit.
         enum { STRIP = 64 };
 #pragma omp for
-        for (int c0 = 0; c0 < W; c0 += STRIP) {
+        for (int c0 = 0; c0 < wanted; c0 += STRIP) {
             float sum[STRIP] = {0};
             int width = W - c0 < STRIP ? W - c0 : STRIP;
             for (int n = 0; n < N; n++) {

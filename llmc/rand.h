@@ -23,7 +23,8 @@ typedef enum {
     RAND_BOTTLENECK = 8,
     RAND_KLT = 12,
     RAND_ALIGNMENT = 13,
-    RAND_ROUND = 14
+    RAND_ROUND = 14,
+    RAND_ADAPTER = 15
 } RandStream;
 
 typedef struct {

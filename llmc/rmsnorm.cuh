@@ -134,7 +134,7 @@ static inline void rmsnorm_forward(floatX *out, float *rstd, const floatX *x, co
         LAUNCH((rmsnorm_forward_kernel<1>), grid, block, 0, stream, out, rstd, x, weight, N, C, eps);
 }
 
-// dx (N, C) +=, dweight (C) +=, dout, x (N, C), weight (C), rstd (N). Needs min(N, 512)*C floats of scratch.
+// dx (N, C) +=, dweight (C) += unless it is NULL, dout, x (N, C), weight (C), rstd (N). Needs min(N, 512)*C floats of scratch.
 static inline void rmsnorm_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x,
                                     const float *weight, const float *rstd, int N, int C, Stream *stream) {
     int packed = C % FLOATX_WIDTH == 0 && aligned_16(dx, dout, x, weight), packs = packed ? C / FLOATX_WIDTH : C;
@@ -152,6 +152,7 @@ static inline void rmsnorm_backward(floatX *dx, float *dweight, const floatX *do
     else
         LAUNCH((rmsnorm_backward_kernel<1>), grid, block, shared_bytes, stream, dx, partial, dout, x, weight, rstd, N,
                C);
+    if (dweight == NULL) return;
     LAUNCH(rmsnorm_dweight_kernel, (unsigned)((C + 31) / 32), dim3(32, 32), 0, stream, dweight, (const float *)partial,
            grid, C);
 }

@@ -28,9 +28,10 @@ static inline void rmsnorm_forward(floatX *out, float *rstd, const floatX *x, co
     }
 }
 
-// dx (N, C) +=, dweight (C) +=, dout, x (N, C), weight (C), rstd (N)
+// dx (N, C) +=, dweight (C) += unless it is NULL, dout, x (N, C), weight (C), rstd (N)
 static inline void rmsnorm_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x,
                                     const float *weight, const float *rstd, int N, int C, Stream *stream) {
+    int wanted = dweight != NULL ? C : 0;
 #pragma omp parallel num_threads(stream->threads)
     {
 #pragma omp for
@@ -47,7 +48,7 @@ static inline void rmsnorm_backward(floatX *dx, float *dweight, const floatX *do
         // A strip of columns a task: every column sums its rows in one order, so thread counts agree bit for bit.
         enum { STRIP = 64 };
 #pragma omp for
-        for (int c0 = 0; c0 < C; c0 += STRIP) {
+        for (int c0 = 0; c0 < wanted; c0 += STRIP) {
             float sum[STRIP] = {0};
             int width = C - c0 < STRIP ? C - c0 : STRIP;
             for (int n = 0; n < N; n++) {
