@@ -260,7 +260,7 @@ static const Option option_table[] = {
 { "",   "fragments",     OPTION_INT,    FIELD(fragments),    "0",    0,     4096,   NULL, "parts of a stage that meet at different steps; 0 = min(4, --local-steps)" },
 { "",   "overlap",       OPTION_INT,    FIELD(overlap),      "-1",   -1,    1e6,    NULL, "steps a fragment's average takes in the background; -1 = 1 where it fits" },
 { "",   "mix",           OPTION_FLOAT,  FIELD(mix),          "0.5",  0,     1,      NULL, "share of the local parameters kept at a merge" },
-{ "",   "powersgd-rank", OPTION_INT,    FIELD(powersgd_rank), "0",   0,     1e6,    NULL, "rank of outer averages; 0 = the largest that gives 64x" },
+{ "",   "powersgd-rank", OPTION_INT,    FIELD(powersgd_rank), "0",   0,     1e6,    NULL, "rank of outer averages; 0 = the largest that gives 64x, of adapters half of theirs" },
 { "",   "link-mbps",     OPTION_FLOAT,  FIELD(link_mbps),    "0",    0,     1e9,    NULL, "simulated uplink of a cell in Mbit/s; 0 = infinitely fast" },
 { "",   "link-ms",       OPTION_FLOAT,  FIELD(link_ms),      "0",    0,     1e6,    NULL, "simulated latency of a link" },
 { "",   "device-tflops", OPTION_FLOAT,  FIELD(device_tflops), "0",   0,     1e9,    NULL, "simulated speed of a cell; 0 = as fast as it computes here" },
@@ -1823,7 +1823,9 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
 
 // Told while a pass over a micro-batch goes on; either may be NULL.
 typedef struct {
-    void (*done)(void *context, int first, int last); // backward: the gradients of tensors first .. last-1 are complete
+    // backward: the gradients of tensors first .. last-1 are complete: norm and head, each layer, the embedding, be it
+    // that they have none
+    void (*done)(void *context, int first, int last);
     void (*enter)(void *context, int layer); // forward: the input of the stage's layer, not its first, is there
     void *context;
 } PassHook;
@@ -1929,7 +1931,7 @@ static double stage_take_loss(Stage *stage, Stream *stream) {
 }
 
 static void grads_done(const PassHook *hook, int first, int last) {
-    if (hook != NULL && hook->done != NULL && last > first) hook->done(hook->context, first, last);
+    if (hook != NULL && hook->done != NULL) hook->done(hook->context, first, last);
 }
 
 // Gradients of the micro-batch in `slot`, after stage_forward, with the same starts, and, in the last stage, head_loss.
@@ -3859,6 +3861,7 @@ static void cell_sum_grads(void *context, int first, int last) {
     CellSum *sum = (CellSum *)context;
     const Tensor *from = &sum->cell->stage.tensors[first], *to = &sum->cell->stage.tensors[last - 1];
     float *values[MAX_GPUS];
+    if (last == first) return;
     for (int g = 0; g < sum->mesh->n_gpus; g++)
         values[g] = cell_stage(sum->cell, g)->grads + from->offset; // fp32: decide_stores
     sum->failed |= nccl_sum(sum->mesh->nccl, values, to->offset + to->n - from->offset, sum->mesh->streams);
@@ -4848,9 +4851,9 @@ static void anchor_see(void *context, int first, int last) {
     Learner *learner = &anchor->learner;
     const Stage *stage = &anchor->stage;
     const uint32_t *tokens = anchor->tokens.tokens + anchor->row;
-    int N = anchor_rows(anchor), layer = (first - 1) / anchor->stage.per_layer, b = anchor_boundary(anchor, layer);
-    (void)last;
-    if (first == 0) {
+    int N = anchor_rows(anchor), lead = stage_lead(stage), layer = (first - lead) / stage->per_layer;
+    int b = anchor_boundary(anchor, layer);
+    if (last == lead) {
         anchor->row += N;
         return;
     }
@@ -4889,11 +4892,11 @@ static void anchor_code_state(void *context, int layer) {
 
 static void anchor_code_gradient(void *context, int first, int last) {
     Anchor *anchor = (Anchor *)context;
-    (void)last;
-    if (first == 0)
+    int lead = stage_lead(&anchor->stage);
+    if (last == lead)
         anchor->row += anchor_rows(anchor);
     else
-        anchor_code(anchor, (first - 1) / anchor->stage.per_layer, CODEC_BACKWARD, anchor->stage.d.dx);
+        anchor_code(anchor, (first - lead) / anchor->stage.per_layer, CODEC_BACKWARD, anchor->stage.d.dx);
 }
 
 // The tables of a pass, as they travel. A boundary of which nothing was seen keeps the one it has.

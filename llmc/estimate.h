@@ -150,12 +150,12 @@ static inline double powersgd_elements(const Config *config, int n_layers, int n
 
 // The largest rank, at least 1, at which the model's parameters are `ratio` times what PowerSGD sends for them in one
 // round: min(r, m, n)*(m + n) for a matrix, vectors whole. untied: the head is a matrix of its own although the config
-// ties it (Y > 1).
+// ties it (Y > 1). Adapters are few and of low rank themselves: half of theirs (docs/lora.md).
 static inline int powersgd_auto_rank(const Config *config, int untied, double ratio) {
-    int n_tables = untied || !config->tied ? 2 : 1, rank = 1, adapted = config->lora.rank > 0;
-    double elements =
-        adapted ? (double)config->n_layers * (double)config_layer_adapters(config) : (double)config_n_params(config);
-    if (untied && config->tied && !adapted) elements += (double)config->vocab * config->channels;
+    int n_tables = untied || !config->tied ? 2 : 1, rank = 1;
+    double elements = (double)config_n_params(config);
+    if (config->lora.rank > 0) return (config->lora.rank + 1) / 2;
+    if (untied && config->tied) elements += (double)config->vocab * config->channels;
     while (rank < config->channels &&
            elements >= ratio * powersgd_elements(config, config->n_layers, n_tables, 1, rank + 1))
         rank++;
