@@ -3244,10 +3244,17 @@ static void test_schedule(void) {
     "--init d=24,layers=6,heads=4,kv=2,ffn=40,vocab=258,ctx=64 -d @/corpus.jsonl -b 5 --micro-batch 2 -t 16 -l 1e-2 "  \
     "--threads 2 --val-tokens 300 "
 
+// The file of a run's latest weights: its model, or its adapters.
+static const char *weights_file(const char *run) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/latest/model.bin", run);
+    return file_exists(scratch_path(path)) ? "model.bin" : "adapter_model.safetensors";
+}
+
 static void check_same_model(const char *a, const char *b) {
     char path_a[512], path_b[512];
-    snprintf(path_a, sizeof path_a, "%s/latest/model.bin", a);
-    snprintf(path_b, sizeof path_b, "%s/latest/model.bin", b);
+    snprintf(path_a, sizeof path_a, "%s/latest/%s", a, weights_file(a));
+    snprintf(path_b, sizeof path_b, "%s/latest/%s", b, weights_file(a));
     check(same_file(path_a, path_b), "%s and %s differ in their weights", a, b);
 }
 
@@ -8640,7 +8647,8 @@ static void check_same_as_one(const char *one, const char *many, int anchored) {
     check(json_array_size(x) > 0 && json_equal(x, y), "%s: the logs of %s and %s differ", one, one, many);
     json_decref(x);
     json_decref(y);
-    snprintf(a, sizeof a, "%s/latest/model.bin", one), snprintf(b, sizeof b, "%s/latest/model.bin", many);
+    snprintf(a, sizeof a, "%s/latest/%s", one, weights_file(one));
+    snprintf(b, sizeof b, "%s/latest/%s", many, weights_file(one));
     check(same_file(a, b), "%s: %s has another model", one, many);
     snprintf(a, sizeof a, "%s/latest/anchor.bin", one), snprintf(b, sizeof b, "%s/latest/anchor.bin", many);
     if (anchored) check(same_file(a, b), "%s: %s has another anchor", one, many);
@@ -8735,6 +8743,7 @@ static void test_processes_resume(void) {
 #include "dev/data_tests.h"
 #include "dev/eval_tests.h"
 #include "dev/memory_tests.h"
+#include "dev/lora_tests.h"
 #include "dev/tokenizer_tests.h"
 
 static const struct {
@@ -8954,7 +8963,21 @@ static const struct {
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
     {"memory_processes", test_memory_processes},
 #endif
+    {"lora_products", test_lora_products},
+    {"lora_against_peft", test_lora_against_peft},
+    {"lora_passes", test_lora_passes},
+    {"lora_begins_as_base", test_lora_begins_as_base},
+    {"lora_merged", test_lora_merged},
+    {"lora_config", test_lora_config},
+    {"lora_training", test_lora_training},
+    {"lora_meshes", test_lora_meshes},
+    {"lora_filter", test_lora_filter},
+    {"lora_refused", test_lora_refused},
+#if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
+    {"lora_processes", test_lora_processes},
+#endif
 #ifndef DEVICE_CUDA
+    {"lora_plan", test_lora_plan},
     {"memory_plan", test_memory_plan},
     {"memory_picks", test_memory_picks},
     {"memory_headline", test_memory_headline},

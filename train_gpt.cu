@@ -1298,7 +1298,8 @@ static int model_match(const Stage *model, const ModelFile *file) {
             const char *name = file->shards[s].tensors[i].name; // not in the table, but harmless:
             int harmless =
                 ends_with(name, "rotary_emb.inv_freq") || (file->config.tied && strcmp(name, "lm_head.weight") == 0);
-            if (is_adapter(name) && model->n_frozen == 0) harmless = 1; // it is merged
+            if (model->n_frozen == 0 && file->config.lora.rank > 0) // it is merged
+                harmless |= adapter_belongs(name, model->config.n_layers);
             if (!harmless && !model_has(model, name))
                 return error_set("%s: tensor %s is not part of a %s of this config", file->shards[s].path, name,
                                  config_traits(&file->config)->name);

@@ -297,6 +297,23 @@ static void test_memory_processes(void) {
 // The plan
 
 #ifndef DEVICE_CUDA // counts the host's memory
+#define PLANNED_INIT "--init d=256,layers=4,heads=4,kv=2,ffn=640,vocab=258,ctx=64"
+#define PLANNED      "-d @/corpus.jsonl -b 2 -t 64 -n 100 --threads 1 "
+
+// Three steps of a run, and what they have taken beside its plan.
+static void check_planned(const char *words) {
+    int64_t before = __atomic_load_n(&device_taken, __ATOMIC_SEQ_CST);
+    MeshRun *run = mesh_run_open(words);
+    for (int step = 0; step < 3; step++) mesh_run_step(run);
+    if (run->trainer.anchored) anchor_state(&run->trainer.anchor, 1);
+    int64_t used = __atomic_load_n(&device_taken, __ATOMIC_SEQ_CST) - before;
+    MeshBytes bytes = mesh_bytes(&run->trainer);
+    double plan = (double)mesh_bytes_device(&bytes);
+    check(fabs((double)used - plan) <= 0.05 * plan, "%s: %.3f MB are used, %.3f MB planned", words, 1e-6 * (double)used,
+          1e-6 * plan);
+    mesh_run_close(run);
+}
+
 // What a run takes of tensor memory, scratch included, is within 5% of its plan: less by no more than what ops of this
 // shape leave untouched, and never more. Must fail for: any of the plan's parts left out or counted twice.
 static void test_memory_plan(void) {
@@ -314,20 +331,8 @@ static void test_memory_plan(void) {
     char words[1024];
     write_corpus();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        int64_t before = __atomic_load_n(&device_taken, __ATOMIC_SEQ_CST);
-        snprintf(words, sizeof words,
-                 "--init d=256,layers=4,heads=4,kv=2,ffn=640,vocab=258,ctx=64 -d @/corpus.jsonl -b 2 -t 64 -n 100 "
-                 "--threads 1 %s",
-                 cases[i]);
-        MeshRun *run = mesh_run_open(words);
-        for (int step = 0; step < 3; step++) mesh_run_step(run);
-        if (run->trainer.anchored) anchor_state(&run->trainer.anchor, 1);
-        int64_t used = __atomic_load_n(&device_taken, __ATOMIC_SEQ_CST) - before;
-        MeshBytes bytes = mesh_bytes(&run->trainer);
-        double plan = (double)mesh_bytes_device(&bytes);
-        check(fabs((double)used - plan) <= 0.05 * plan, "%s: %.3f MB are used, %.3f MB planned", cases[i],
-              1e-6 * (double)used, 1e-6 * plan);
-        mesh_run_close(run);
+        snprintf(words, sizeof words, PLANNED_INIT " " PLANNED "%s", cases[i]);
+        check_planned(words);
     }
 }
 // What is picked for so much memory, in which order, and that nothing is changed which was given, or which does not

@@ -33,9 +33,14 @@ static inline void adapter_name(char *name, size_t size, int layer, int module, 
              is_b ? 'B' : 'A');
 }
 
-// 1 if a tensor's name is that of an adapter.
-static inline int is_adapter(const char *name) {
-    return strncmp(name, "base_model.model.", 17) == 0;
+// 1 if a tensor's name is that of an adapter in one of the first n_layers layers.
+static inline int adapter_belongs(const char *name, int n_layers) {
+    char own[128];
+    for (int i = 0; i < 2 * LORA_MODULES * n_layers; i++) {
+        adapter_name(own, sizeof own, i / (2 * LORA_MODULES), i / 2 % LORA_MODULES, i % 2);
+        if (strcmp(name, own) == 0) return 1;
+    }
+    return 0;
 }
 
 // 1 if a folder holds adapters.
