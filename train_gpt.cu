@@ -8484,6 +8484,8 @@ static int node_fetch_embed(Trainer *trainer, const json_t *from) {
         }
     }
     device_host_free(staging);
+    if (param_store(mesh_model(mesh, 0), tensor) != STORE_FP32) // what the first stage has
+        wire_round(WIRE_BF16, embed, tensor->n, trainer->stream);
     return result != 0 ? -1 : mesh_share_embed(mesh);
 }
 

@@ -281,14 +281,15 @@ static void test_memory_refused(void) {
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
 // One process and several give the same bits, joiners get the state as it is kept.
 static void test_memory_processes(void) {
-    static const char *const words[] = {"-x 2 -y 2 --local-steps 4", "-x 2 -y 3 -p 0.6 --anchor-delay 2"};
-    static const int joiners[] = {3, 3};
+    static const char *const words[] = {"-x 2 -y 2 --local-steps 4", "-x 2 -y 3 -p 0.6 --anchor-delay 2",
+                                        "-x 2 -y 2 -p 0.8 --codec klt --anchor-delay 2"};
+    static const int joiners[] = {3, 3, 2};
     char all[1024], name[32];
     write_corpus();
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < sizeof joiners / sizeof *joiners; i++) {
         snprintf(name, sizeof name, "memory_cells%zu", i);
         snprintf(all, sizeof all, DEEP MEMORY_ALL "%s -n 8 --val-every 3 --save-every 5", words[i]);
-        check_processes_as_one(all, name, joiners[i], "done: 8 steps", i == 1);
+        check_processes_as_one(all, name, joiners[i], "done: 8 steps", i > 0);
     }
 }
 #endif
