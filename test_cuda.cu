@@ -22,6 +22,7 @@
 #include "dev/cuda_tests/families.h"
 #include "dev/cuda_tests/klt.h"
 #include "dev/cuda_tests/linalg.h"
+#include "dev/cuda_tests/lora.h"
 #include "dev/cuda_tests/mask.h"
 #include "dev/cuda_tests/matmul.h"
 #include "dev/cuda_tests/muon.h"
@@ -52,6 +53,7 @@ static const struct {
     {"families", test_cuda_families},
     {"klt", test_cuda_klt},
     {"linalg", test_cuda_linalg},
+    {"lora", test_cuda_lora},
     {"mask", test_cuda_mask},
     {"matmul", test_cuda_matmul},
     {"muon", test_cuda_muon},

@@ -8963,7 +8963,10 @@ static const struct {
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
     {"memory_processes", test_memory_processes},
 #endif
+#ifndef DEVICE_CUDA
     {"lora_products", test_lora_products},
+    {"lora_filter", test_lora_filter},
+#endif
     {"lora_against_peft", test_lora_against_peft},
     {"lora_passes", test_lora_passes},
     {"lora_begins_as_base", test_lora_begins_as_base},
@@ -8971,7 +8974,6 @@ static const struct {
     {"lora_config", test_lora_config},
     {"lora_training", test_lora_training},
     {"lora_meshes", test_lora_meshes},
-    {"lora_filter", test_lora_filter},
     {"lora_refused", test_lora_refused},
 #if defined(WITH_ZMQ) && !defined(DEVICE_CUDA)
     {"lora_processes", test_lora_processes},
