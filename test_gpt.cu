@@ -8760,6 +8760,7 @@ static const struct {
     {"window_bits", test_window_bits},
     {"window_config", test_window_config},
     {"window_runs", test_window_runs},
+    {"window_export", test_window_export},
     {"swiglu", test_swiglu},
     {"cross_entropy", test_cross_entropy},
     {"adamw", test_adamw},

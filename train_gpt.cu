@@ -8993,6 +8993,10 @@ static int export_model(Trainer *trainer) {
     else
         result = model_save_folder(model, trainer->side_files, opts->export_to, dtype);
     if (result != 0) return -1;
+    int window = ends_with(opts->export_to, ".gguf") ? config_window(&trainer->config, 0) : 0;
+    if (window > 0 && window < trainer->config.context)
+        printf("%s: llama.cpp does not look at the sliding window of %d; its results differ beyond so many tokens\n",
+               opts->export_to, window);
     if (!has_tokenizer) printf("%s has no tokenizer: GGUF has no name for the model's\n", opts->export_to);
     printf("exported %lld parameters as %s to %s\n", (long long)trainer->n_params, dtype_name(dtype), opts->export_to);
     return 0;

@@ -365,7 +365,8 @@ static void test_gguf_config(void) {
         {"llama.attention.scale", "0.5", "llama.attention.scale is not known"},
         {"llama.expert_count", "8", "llama.expert_count is 8"},
         {"llama.expert_count", "0", NULL},
-        {"llama.attention.sliding_window", "16", "llama.attention.sliding_window is not supported"},
+        {"llama.attention.sliding_window", "16", NULL}, // a Mistral
+        {"llama.attention.sliding_window", "16.5", "sliding_window is not a whole number"},
         {"llama.attention.sliding_window", "4096", NULL},
         {"llama.rope.scaling.type", "\"yarn\"", "RoPE type 'yarn'"},
         {"llama.rope.scaling.type", "\"none\"", NULL},
@@ -443,6 +444,13 @@ static void test_gguf_families(void) {
     json_object_set_new(config, "no_rope_layers", json_pack("[i, i]", 1, 0));
     check_error(gguf_export_family(config, "x"), "have no RoPE but every fourth", "other layers without RoPE");
     json_object_del(config, "no_rope_layers");
+    json_object_set_new(file.metadata, "smollm3.attention.sliding_window", json_integer(65535));
+    check(gguf_config(&file) == NULL && strstr(error_message, "smollm3.attention.sliding_window is not supported"),
+          "a window of unknown layers: %s", error_message);
+    json_object_set_new(config, "use_sliding_window", json_true());
+    check_error(gguf_export_family(config, "x"), "which layers of a smollm3 have a sliding window",
+                "a window of some layers");
+    json_object_del(config, "use_sliding_window");
     char *text = json_dumps(config, 0);
     check(json_equal(config, expected), "the config is %s", text);
     free(text);

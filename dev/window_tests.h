@@ -281,6 +281,35 @@ static void test_window_runs(void) {
         for (int i = 0; i < 3; i++) free(losses[i]);
     }
 }
+
+// A Mistral goes to a GGUF and to a folder with its window, and comes back with it; the first says what its readers
+// make of it. A Qwen's window has no place in a GGUF.
+static void test_window_export(void) {
+    Fixture f;
+    SafeTensors gguf;
+    char path[PATH_MAX];
+    check_run(0, NULL, "-m data/fixtures/families/mistral_window --export @/window.gguf --export-dtype fp32",
+              "llama.cpp does not look at the sliding window of 5");
+    check_run(0, NULL, "-m @/window.gguf --export @/window_hf --export-dtype fp32", "exported");
+    if (family_open(&f, "mistral_window", 1, 0, 1)) return;
+    check_same_weights(scratch_path("window.gguf"), &f.stage, 0.0, "a Mistral's GGUF");
+    check_same_weights(scratch_path("window_hf"), &f.stage, 0.0, "a Mistral's folder");
+    fixture_close(&f);
+    snprintf(path, sizeof path, "%s", scratch_path("window.gguf"));
+    if (check(gguf_open(&gguf, path) == 0, "%s", error_message)) {
+        check(json_integer_value(json_object_get(gguf.metadata, "llama.attention.sliding_window")) == 5,
+              "the window is not in the metadata");
+        safetensors_close(&gguf);
+    }
+    json_t *json = json_load_file(scratch_path("window_hf/config.json"), 0, NULL);
+    check(json_integer_value(json_object_get(json, "sliding_window")) == 5 &&
+              strcmp(json_string_value(json_object_get(json, "model_type")), "mistral") == 0,
+          "the folder's config.json has another window");
+    json_decref(json);
+    check_run(1, NULL, "-m data/fixtures/families/qwen2_window --export @/window_q.gguf",
+              "a GGUF cannot say which layers of a qwen2 have a sliding window");
+    check(!file_exists(scratch_path("window_q.gguf")), "a file was left");
+}
 #endif
 
 #endif
