@@ -8739,6 +8739,7 @@ static void test_processes_resume(void) {
 #include "dev/memory_tests.h"
 #include "dev/tokenizer_tests.h"
 #include "dev/window_tests.h"
+#include "dev/chat_tests.h"
 
 static const struct {
     const char *name;
@@ -8868,6 +8869,7 @@ static const struct {
     {"gguf_families", test_gguf_families},
     {"gguf_tokenizer", test_gguf_tokenizer},
     {"llama2c", test_llama2c},
+    {"llama2c_int8", test_llama2c_int8},
     {"config", test_config},
     {"options", test_options},
     {"tokenizer", test_tokenizer},
@@ -8890,6 +8892,7 @@ static const struct {
     {"token_data", test_token_data},
     {"data_order", test_data_order},
     {"chat_templates", test_chat_templates},
+    {"chat_reference", test_chat_reference},
     {"chat_format", test_chat_format},
     {"chat_lines", test_chat_lines},
     {"packing", test_packing},

@@ -704,13 +704,77 @@ static void test_llama2c(void) {
                         "a llama2.c file with more behind it");
         }
         write_llama2c(&stage, path, 2, 0);
-        check_error(open_and_match(path), "llama2.c file of version 2", "int8");
+        check_error(open_and_match(path), "groups of 0 values", "int8 without groups");
+        write_llama2c(&stage, path, 3, 0);
+        check_error(open_and_match(path), "llama2.c file of version 3", "a version of tomorrow");
         json_t *none = json_object();
         check(model_save_native(&stage, ARENA_PARAMS, none, path, DTYPE_F32) == 0 && !llama2c_is(path),
               "a native file is taken for llama2.c's");
         json_decref(none);
         stage_free(&stage);
         stream_destroy(stream);
+    }
+}
+
+// Files of int8 that a script wrote and quantized itself (dev/reference/dump_llama2c.py): the values bit by bit, the
+// logits of transformers; damage is refused.
+// Must fail for: the scales of the next group, of each row's own groups, or of the embedding for all; Q and K as they
+// lie.
+static void test_llama2c_int8(void) {
+    static const struct {
+        int at; // of the header; -1: of the embedding's first scale, -2: a byte is missing, -3: there is one more
+        unsigned char bytes[4];
+        const char *message;
+    } cases[] = {
+        {37, {0, 0, 0, 0}, "groups of 0 values"},
+        {37, {0, 0, 0, 0x80}, "groups of -2147483648 values"},
+        {37, {7, 0, 0, 0}, "is not in groups of 7"},
+        {37, {48, 0, 0, 0}, "q_proj.weight: scale"},
+        {37, {8, 0, 0, 0}, "embed_tokens.weight: scale"},
+        {-1, {0, 0, 0xC0, 0x7F}, "embed_tokens.weight: scale 0 is nan"},
+        {-1, {0, 0, 0x80, 0xBF}, "scale 0 is -1;"},
+        {-2, {0}, "is it cut short?"},
+        {-3, {0}, "a llama2.c file of these sizes has"},
+    };
+    static const char *const names[] = {"llama2c/q8.bin", "llama2c/q8_tied.bin"};
+    for (int i = 0; i < 2; i++) {
+        Fixture f;
+        int64_t n;
+        char path[PATH_MAX];
+        if (fixture_open(&f, names[i], 2, 0, PRECISION_FP32, 2)) return;
+        int C = f.stage.config.channels, N = f.batch.b * f.batch.T, V = f.stage.config.vocab;
+        for (int t = 0; t < f.stage.n_tensors; t++) {
+            const Tensor *tensor = &f.stage.tensors[t];
+            float *wanted = dump_values(&f.dump, "weight.", tensor->name, &n);
+            check(n == tensor->n && memcmp(f.stage.params + tensor->offset, wanted, sizeof(float) * (size_t)n) == 0,
+                  "%s: %s differs", names[i], tensor->name);
+            free(wanted);
+        }
+        float *logits = dump_values(&f.dump, "", "logits", &n), *ours = guarded(n);
+        stage_round(&f.stage, f.stream);
+        stage_forward(&f.stage, 0, f.batch.tokens, NULL, f.batch.b, f.batch.T, NULL, NULL, f.stream);
+        matmul_forward(ours, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, C, V, NULL, f.stream);
+        check_close(ours, logits, n, 2e-6, names[i]);
+        release(ours, n, "logits");
+        free(logits);
+        fixture_close(&f);
+        snprintf(path, sizeof path, "data/fixtures/%s", names[i]);
+        check_ranges(path, "model.layers.1.self_attn.k_proj.weight");
+        check_written(path);
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        FileMap map;
+        char path[PATH_MAX];
+        snprintf(path, sizeof path, "%s", scratch_path("q8_bad.bin"));
+        if (!check(file_map(&map, "data/fixtures/llama2c/q8.bin") == 0, "%s", error_message)) return;
+        unsigned char *bytes = (unsigned char *)calloc(map.size + 1, 1);
+        memcpy(bytes, map.data, map.size);
+        int scale = 256 + 5 * 48 * 4 + 64 * 48; // behind the norms and the embedding's values
+        if (cases[i].at >= -1) memcpy(bytes + (cases[i].at == -1 ? scale : cases[i].at), cases[i].bytes, 4);
+        write_file(path, bytes, map.size + (cases[i].at == -3) - (cases[i].at == -2));
+        check_error(open_and_match(path), cases[i].message, "a damaged file of int8");
+        free(bytes);
+        file_unmap(&map);
     }
 }
 
