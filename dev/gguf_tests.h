@@ -73,6 +73,22 @@ static void load_stage(Stage *stage, const char *path, int B, int T, Stream *str
     model_file_close(&file);
 }
 
+// The logits of a whole batch against those of transformers.
+static void check_logits(Stage *stage, const Batch *batch, const float *expected, Stream *stream) {
+    int N = batch->b * batch->T, V = stage->config.vocab;
+    int64_t n = (int64_t)N * V;
+    float *ours = guarded(n);
+    floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
+    stage_round(stage, stream);
+    stage_forward(stage, 0, batch->tokens, NULL, batch->b, batch->T, NULL, NULL, stream);
+    matmul_forward(product, stage->normed, stage_weight(stage, stage->p.head), N, stage->config.channels, V, NULL,
+                   stream);
+    copy_activations(ours, product, (int)n, stream);
+    check_close(ours, expected, n, model_tol(2e-6, 2e-2), "logits");
+    device_free(product);
+    release(ours, n, "logits");
+}
+
 // The logits of a GGUF of many types of blocks are those of transformers with the values of these blocks.
 static void test_gguf_logits(void) {
     SafeTensors dump;
@@ -85,20 +101,12 @@ static void test_gguf_logits(void) {
     load_stage(&stage, GGUF_FIXTURES "mixed.gguf", B, T, stream);
     RopeConfig rope = {500.0f, 1, 4.0f, 1.0f, 4.0f, 24};
     check(memcmp(&stage.config.rope, &rope, sizeof rope) == 0, "the scaling is not what rope_freqs was made of");
-    float *expected = dump_values(&dump, "", "logits", &n), *ours = guarded(n);
+    float *expected = dump_values(&dump, "", "logits", &n);
     Batch batch;
     memset(&batch, 0, sizeof batch);
     batch_alloc(&batch, B, T);
     memcpy(batch.tokens, tokens->data, sizeof(int32_t) * (size_t)(B * T));
-    stage_round(&stage, stream);
-    stage_forward(&stage, 0, batch.tokens, NULL, B, T, NULL, NULL, stream);
-    floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
-    matmul_forward(product, stage.normed, stage_weight(&stage, stage.p.head), B * T, stage.config.channels,
-                   stage.config.vocab, NULL, stream);
-    copy_activations(ours, product, (int)n, stream);
-    check_close(ours, expected, n, model_tol(2e-6, 2e-2), "logits");
-    device_free(product);
-    release(ours, n, "logits");
+    check_logits(&stage, &batch, expected, stream);
     free(expected);
     batch_free(&batch);
     stage_free(&stage);
@@ -742,20 +750,16 @@ static void test_llama2c_int8(void) {
         int64_t n;
         char path[PATH_MAX];
         if (fixture_open(&f, names[i], 2, 0, PRECISION_FP32, 2)) return;
-        int C = f.stage.config.channels, N = f.batch.b * f.batch.T, V = f.stage.config.vocab;
+        const float *params = seen(f.stage.params, f.stage.arena_floats, f.stream);
         for (int t = 0; t < f.stage.n_tensors; t++) {
             const Tensor *tensor = &f.stage.tensors[t];
             float *wanted = dump_values(&f.dump, "weight.", tensor->name, &n);
-            check(n == tensor->n && memcmp(f.stage.params + tensor->offset, wanted, sizeof(float) * (size_t)n) == 0,
+            check(n == tensor->n && memcmp(params + tensor->offset, wanted, sizeof(float) * (size_t)n) == 0,
                   "%s: %s differs", names[i], tensor->name);
             free(wanted);
         }
-        float *logits = dump_values(&f.dump, "", "logits", &n), *ours = guarded(n);
-        stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, NULL, f.batch.b, f.batch.T, NULL, NULL, f.stream);
-        matmul_forward(ours, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, C, V, NULL, f.stream);
-        check_close(ours, logits, n, 2e-6, names[i]);
-        release(ours, n, "logits");
+        float *logits = dump_values(&f.dump, "", "logits", &n);
+        check_logits(&f.stage, &f.batch, logits, f.stream);
         free(logits);
         fixture_close(&f);
         snprintf(path, sizeof path, "data/fixtures/%s", names[i]);

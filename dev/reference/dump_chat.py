@@ -27,6 +27,7 @@ TALKS = [
      ("assistant", "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947")],
     [("assistant", "I begin."), ("user", "7"), ("assistant", "'s it"), ("user", "-"), ("system", "late"), ("user", "\r\n.")],
     [("user", "I'll DON'T you'RE\n\n\n"), ("assistant", "\n"), ("narrator", "an unusual role")],
+    [("user", "    if (x) {\n        return 0;"), ("assistant", "        y = 2;\n    }")],
     [("user", "{{ bos_token }} {% if x %} system\nuser: assistant"), ("assistant", "a" * 60 + "\n" * 5 + " " * 9 + "b")],
 ]
 
