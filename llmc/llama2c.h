@@ -149,6 +149,12 @@ static inline int llama2c_add(SafeTensors *file, const Llama2cHeader *header, in
 // The table of an opened file, in the order of its data.
 static inline int llama2c_table(SafeTensors *file, const Llama2cHeader *header) {
     uint64_t at = header->data;
+    if (header->version < 0 || header->version > 2)
+        return error_set("%s: a llama2.c file of version %d; versions 0, 1 and 2 are read", file->path,
+                         header->version);
+    if (header->version == 2 && (header->group < 1 || header->group > 1 << 20))
+        return error_set("%s: groups of %d values; a llama2.c file of version 2 has 1 to 1048576", file->path,
+                         header->group);
     file->header = json_object();
     file->tensors = (SafeTensor *)calloc((size_t)(LLAMA2C_TENSORS * header->layers), sizeof *file->tensors);
     if (file->tensors == NULL || file->header == NULL) return error_set("%s: out of memory", file->path);
@@ -175,11 +181,6 @@ static inline int llama2c_open(SafeTensors *file, Llama2cHeader *header, const c
     int result = 0;
     if (!llama2c_read_header(header, file->map.data, file->map.size))
         result = error_set("%s: not a llama2.c file", path);
-    else if (header->version < 0 || header->version > 2)
-        result = error_set("%s: a llama2.c file of version %d; versions 0, 1 and 2 are read", path, header->version);
-    else if (header->version == 2 && (header->group < 1 || header->group > 1 << 20))
-        result =
-            error_set("%s: groups of %d values; a llama2.c file of version 2 has 1 to 1048576", path, header->group);
     if (result == 0) result = llama2c_table(file, header);
     if (result) safetensors_close(file);
     return result;
