@@ -351,11 +351,11 @@ static void attention_cases(Precision precision) {
     static const struct {
         AttentionShape s;
         int backward;
-    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0, NULL}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0, NULL}, 1},
-                 {{1, 17, 17, 6, 3, 10, 0, 0, NULL}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0, NULL}, 1},
-                 {{2, 130, 130, 6, 2, 20, 0, 0, NULL}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0, NULL}, 0},
-                 {{1, 65, 65, 2, 2, 96, 0, 0, NULL}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0, NULL}, 0},
-                 {{1, 3, 131, 4, 2, 10, 0, 0, NULL}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0, NULL}, 0}};
+    } cases[] = {{{1, 1, 1, 1, 1, 2, 0, 0, NULL, 0}, 1},      {{2, 5, 5, 4, 2, 6, 0, 0, NULL, 0}, 1},
+                 {{1, 17, 17, 6, 3, 10, 0, 0, NULL, 0}, 1},   {{1, 66, 66, 2, 1, 4, 0, 0, NULL, 0}, 1},
+                 {{2, 130, 130, 6, 2, 20, 0, 0, NULL, 0}, 0}, {{1, 64, 64, 3, 1, 64, 0, 0, NULL, 0}, 0},
+                 {{1, 65, 65, 2, 2, 96, 0, 0, NULL, 0}, 0},   {{1, 1, 70, 6, 3, 8, 0, 0, NULL, 0}, 0},
+                 {{1, 3, 131, 4, 2, 10, 0, 0, NULL, 0}, 0},   {{1, 63, 127, 2, 1, 128, 0, 0, NULL, 0}, 0}};
     Stream *stream = test_stream(precision, 2);
     double tol = precision == PRECISION_BF16 ? 1e-2 : 1e-6;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -401,7 +401,7 @@ static void test_attention(void) {
 
 // The backward at sizes where differences are too slow: T 200 over four blocks against a plain float64 backward.
 static void attention_backward_blocks(Precision precision, double tol) {
-    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32, NULL}; // one joint row, as in training
+    AttentionShape s = {2, 200, 200, 6, 2, 32, (6 + 4) * 32, (6 + 4) * 32, NULL, 0}; // one joint row, as in training
     int QKV = s.q_stride, T = s.Tk, A = s.NH * s.HD, KV = s.NKV * s.HD, group = s.NH / s.NKV;
     int64_t n = (int64_t)s.B * T * QKV, n_out = (int64_t)s.B * T * A;
     float *x = random_values(n, 10, 1.0f), *dout = random_values(n_out, 11, 1.0f), *out = guarded(n_out);
@@ -474,7 +474,7 @@ static void attention_documents_case(AttentionShape s, const int *lengths, int b
         for (int start = 0, i = b; start < s.Tk; start += lengths[i++]) { // other sequences: other documents
             int length = lengths[i] < s.Tk - start ? lengths[i] : s.Tk - start;
             int queries = start + length <= skipped ? 0 : start < skipped ? start + length - skipped : length;
-            AttentionShape one = {1, queries, length, s.NH, s.NKV, s.HD, A, KV, NULL};
+            AttentionShape one = {1, queries, length, s.NH, s.NKV, s.HD, A, KV, NULL, 0};
             int64_t row = (int64_t)b * s.Tk + start, first = length - queries;
             int64_t out_row = row + first - (int64_t)skipped * (b + 1); // of its first query
             float *part = (float *)malloc(sizeof(float) * (size_t)length * (size_t)QKV), *k = part + queries * A;
@@ -534,10 +534,12 @@ static void attention_documents_case(AttentionShape s, const int *lengths, int b
 static void test_attention_documents(void) {
     static const int few[] = {1, 3, 2, 7, 1, 1, 4, 9, 9}, blocks[] = {64, 1, 63, 70, 40, 200, 200};
     for (int precision = 0; precision < 2; precision++) {
-        attention_documents_case((AttentionShape){2, 17, 17, 4, 2, 6, 0, 0, NULL}, few, 1, (Precision)precision);
-        attention_documents_case((AttentionShape){1, 150, 150, 1, 1, 2, 0, 0, NULL}, blocks, 1, (Precision)precision);
-        attention_documents_case((AttentionShape){2, 230, 230, 4, 2, 10, 0, 0, NULL}, blocks, 0, (Precision)precision);
-        attention_documents_case((AttentionShape){2, 5, 230, 2, 1, 8, 0, 0, NULL}, blocks, 0, (Precision)precision);
+        attention_documents_case((AttentionShape){2, 17, 17, 4, 2, 6, 0, 0, NULL, 0}, few, 1, (Precision)precision);
+        attention_documents_case((AttentionShape){1, 150, 150, 1, 1, 2, 0, 0, NULL, 0}, blocks, 1,
+                                 (Precision)precision);
+        attention_documents_case((AttentionShape){2, 230, 230, 4, 2, 10, 0, 0, NULL, 0}, blocks, 0,
+                                 (Precision)precision);
+        attention_documents_case((AttentionShape){2, 5, 230, 2, 1, 8, 0, 0, NULL, 0}, blocks, 0, (Precision)precision);
     }
 }
 
@@ -774,7 +776,7 @@ static void threads_agree(Precision precision) {
     };
     static const int threads[] = {1, 2, 3, 5};
     enum { TOTAL = N * QKV + N * A + N * C + C + N * V + N };
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL, 0};
     float *qkv = random_values(N * QKV, 40, 1.0f), *dout = random_values(N * A, 41, 1.0f), *lse = guarded(N * NH);
     float *x = random_values(N * C, 42, 1.0f), *grad = random_values(N * C, 43, 1.0f), *rstd = guarded(N);
     float *weight = random_values(C, 44, 1.0f), *logits = random_values(N * V, 45, 1.0f), *out = guarded(N * C);
@@ -8745,6 +8747,8 @@ static void test_processes_resume(void) {
 #include "dev/memory_tests.h"
 #include "dev/lora_tests.h"
 #include "dev/tokenizer_tests.h"
+#include "dev/window_tests.h"
+#include "dev/chat_tests.h"
 
 static const struct {
     const char *name;
@@ -8761,6 +8765,12 @@ static const struct {
     {"attention", test_attention},
     {"attention_backward_blocks", test_attention_backward_blocks},
     {"attention_documents", test_attention_documents},
+    {"window_attention", test_window_attention},
+    {"window_of_one", test_window_of_one},
+    {"window_bits", test_window_bits},
+    {"window_config", test_window_config},
+    {"window_runs", test_window_runs},
+    {"window_export", test_window_export},
     {"swiglu", test_swiglu},
     {"cross_entropy", test_cross_entropy},
     {"adamw", test_adamw},
@@ -8868,6 +8878,7 @@ static const struct {
     {"gguf_families", test_gguf_families},
     {"gguf_tokenizer", test_gguf_tokenizer},
     {"llama2c", test_llama2c},
+    {"llama2c_int8", test_llama2c_int8},
     {"config", test_config},
     {"options", test_options},
     {"tokenizer", test_tokenizer},
@@ -8890,6 +8901,7 @@ static const struct {
     {"token_data", test_token_data},
     {"data_order", test_data_order},
     {"chat_templates", test_chat_templates},
+    {"chat_reference", test_chat_reference},
     {"chat_format", test_chat_format},
     {"chat_lines", test_chat_lines},
     {"packing", test_packing},

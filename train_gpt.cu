@@ -946,7 +946,7 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     int64_t C = config->channels, F = config->ffn, N = (int64_t)stage->max_B * stage->max_T, V = config->vocab;
     int64_t floats = stage->arena_floats, T = stage->max_T;
     AttentionShape shape = {stage->max_B,     (int)T, (int)T, config->heads, config->kv_heads,
-                            config->head_dim, 0,      0,      NULL};
+                            config->head_dim, 0,      0,      NULL,          0};
     int64_t attention = (int64_t)attention_bytes(shape, precision, threads);
     int64_t weight = larger(larger(2 * F, stage->QKV), V) * C, inputs = N * larger(larger(C, F), stage->A);
     int64_t wide = larger(larger(2 * F, stage->QKV) * N, (int64_t)stage->logits_rows * V);
@@ -1726,14 +1726,27 @@ static void cached_attention(const Stage *stage, LayerActs *acts, int layer, int
     for (int b = 0; b < B; b++) {
         const KvCache *cache = &caches[b];
         const floatX *q = acts->qkv + (size_t)b * T * QKV, *k = q + stage->A;
-        floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV;
+        floatX *rows = cache->rows + (size_t)layer * cache->T_max * 2 * KV, *keys = rows;
+        int window = config_window(config, layer), Tk = cache->used + T;
         for (int t = 0; t < T; t++)
             device_copy(rows + (size_t)(cache->used + t) * 2 * KV, k + (size_t)t * QKV, sizeof(floatX) * 2 * KV,
                         stream);
-        AttentionShape shape = {1, T, cache->used + T, NH, NKV, HD, QKV, 2 * KV, NULL};
-        attention_forward(acts->att + (size_t)b * T * stage->A, acts->lse + (size_t)b * NH * T, q, rows, rows + KV,
+        if (window > 0 && window - 1 < cache->used) // what the first of the queries does not see
+            keys += (size_t)(cache->used - window + 1) * 2 * KV, Tk = T + window - 1;
+        AttentionShape shape = {1, T, Tk, NH, NKV, HD, QKV, 2 * KV, NULL, window < Tk ? window : 0};
+        attention_forward(acts->att + (size_t)b * T * stage->A, acts->lse + (size_t)b * NH * T, q, keys, keys + KV,
                           shape, stream);
     }
+}
+
+// Of a layer's attention over whole sequences. A window that is no shorter than they are hides nothing.
+static AttentionShape layer_attention(const Stage *stage, int layer, int B, int T) {
+    const Config *config = &stage->config;
+    int window = config_window(config, layer), QKV = (int)stage->QKV;
+    AttentionShape shape = {B, T, T, config->heads, config->kv_heads, config->head_dim, QKV, QKV, NULL, 0};
+    if (stage->packed) shape.starts = stage->starts;
+    if (window < T) shape.window = window;
+    return shape;
 }
 
 // One layer: acts->x (N, C) -> out (N, C). layer: its number in the model. With caches, one a sequence, the batch goes
@@ -1752,7 +1765,7 @@ static void layer_forward(const Stage *stage, LayerActs *acts, const LayerTensor
     if (family->qk_norm != QK_NORM_NONE) qk_forward(stage, acts, w, N, stream);
     if (config_has_rope(config, layer))
         rope_forward(acts->qkv, stage->rope_cos, stage->rope_sin, stage->positions, N, NH + NKV, HD, QKV, stream);
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
+    AttentionShape shape = layer_attention(stage, layer, B, T);
     const floatX *k = acts->qkv + A;
     if (cache != NULL)
         cached_attention(stage, acts, layer, B, T, cache, stream);
@@ -1797,7 +1810,7 @@ static void layer_backward(const Stage *stage, const LayerActs *acts, const Laye
     const FamilyTraits *family = config_traits(config);
     int N = B * T, C = config->channels, A = (int)stage->A, QKV = (int)stage->QKV, F = config->ffn;
     int NH = config->heads, NKV = config->kv_heads, HD = config->head_dim, KV = NKV * HD, post = family->post_norm;
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, stage->packed ? stage->starts : NULL};
+    AttentionShape shape = layer_attention(stage, layer, B, T);
     const floatX *entry = post ? acts->x : acts->norm1, *middle = post ? acts->mid : acts->norm2;
     const floatX *q = acts->qkv, *dout;
     dout = branch_backward(stage, d, g->ffn_norm, acts->norm2, w->ffn_norm, acts->rstd2, N, stream);
@@ -2343,7 +2356,7 @@ static int64_t prompt_tokens(uint32_t *tokens, const Tokenizer *tokenizer, const
 static int generate(Stage *model, const Tokenizer *tokenizer, const char *prompt, const Options *opts, FILE *out,
                     Stream *stream) {
     int V = model->config.vocab, C = model->config.channels, n = 0, result = 0;
-    int T_max = model->max_T < config_context(&model->config) ? model->max_T : config_context(&model->config);
+    int T_max = model->max_T < model->config.context ? model->max_T : model->config.context;
     if (tokenizer_takes_text(tokenizer, "--generate")) return -1;
     int64_t room = tokenizer_room(tokenizer, (int64_t)strlen(prompt)) + 1;
     uint32_t *tokens = (uint32_t *)malloc(sizeof(uint32_t) * (size_t)room);
@@ -2648,7 +2661,7 @@ static int answers_read(Answering *a, const char *path) {
 
 // Memory for `slots` answers at once.
 static int answers_alloc(Answering *a, const Stage *model, int slots) {
-    int context = config_context(&model->config);
+    int context = model->config.context;
     a->T_max = model->max_T < context ? model->max_T : context, a->end_id = model->config.eos_id;
     if (a->T_max < 2) return error_set("--eval-generate: --seq %d leaves no room for an answer", a->T_max);
     a->slots = a->n < slots ? (int)a->n : slots;
@@ -9228,11 +9241,9 @@ static int decide(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     const Config *config = &trainer->config;
     if (opts->sample_every > 0 && tokenizer_takes_text(&trainer->tokenizer, "--sample-every")) return -1;
-    int context = config_context(config);
+    int context = config->context;
     trainer->T = opts->seq > 0 ? opts->seq : context < 2048 ? context : 2048;
-    if (trainer->T > context)
-        return error_set("--seq %d is beyond the model's %s of %d", trainer->T,
-                         context < config->context ? "sliding_window" : "context", context);
+    if (trainer->T > context) return error_set("--seq %d is beyond the model's context of %d", trainer->T, context);
     if (decide_schedule(opts)) return -1;
     trainer->B = opts->schedule == SCHEDULE_ASYNC ? opts->batch : opts->micro_batch;
     if (trainer->B == 0) trainer->B = DEVICE_MICRO_TOKENS / trainer->T > 1 ? DEVICE_MICRO_TOKENS / trainer->T : 1;
@@ -9425,6 +9436,10 @@ static int export_model(Trainer *trainer) {
     else
         result = model_save_folder(model, trainer->side_files, opts->export_to, dtype);
     if (result != 0) return -1;
+    int window = ends_with(opts->export_to, ".gguf") ? config_window(&trainer->config, 0) : 0;
+    if (window > 0 && window < trainer->config.context)
+        printf("%s: llama.cpp does not look at the sliding window of %d; its results differ beyond so many tokens\n",
+               opts->export_to, window);
     if (!has_tokenizer) printf("%s has no tokenizer: GGUF has no name for the model's\n", opts->export_to);
     printf("exported %lld parameters as %s to %s\n", (long long)trainer->n_params, dtype_name(dtype), opts->export_to);
     return 0;
@@ -9556,7 +9571,7 @@ static int choose_action(const Trainer *trainer, Action *action) {
 // Sequences and tokens the stage is made for.
 static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
     int64_t wanted = (int64_t)strlen(trainer->opts.generate) + 1 + trainer->opts.max_tokens;
-    int context = config_context(&trainer->config);
+    int context = trainer->config.context;
     *B = action == ACTION_TRAIN || action == ACTION_EVAL || action == ACTION_CHOICES ? trainer->B : 1;
     *T = action == ACTION_EXPORT     ? 1
          : action != ACTION_GENERATE ? trainer->T

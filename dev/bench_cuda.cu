@@ -511,7 +511,7 @@ static void bench_rows_of_products(Bench *bench, const Config *c, int N) {
 static void bench_attention(Bench *bench, int B, int T, int NH, int NKV, int HD) {
     int A = NH * HD, KV = NKV * HD, QKV = A + 2 * KV, N = B * T;
     double forward = 4.0 * N * T * A / 2.0;
-    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL};
+    AttentionShape shape = {B, T, T, NH, NKV, HD, QKV, QKV, NULL, 0};
     Stream *stream = bench->stream;
     bench_row(bench, row_of("attention forward", 0, forward, MATMUL_BF16, "%dx%d, %d/%d of %d", B, T, NH, NKV, HD),
               [=](Pieces &p) {

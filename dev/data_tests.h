@@ -66,6 +66,10 @@ static void test_chat_templates(void) {
         {CHAT_LLAMA3, TRAIN_ON_ALL, "{\"prompt\":\"p\",\"completion\":\"r\"}", "<B>(pr<E>)"},
         {CHAT_CHATML, TRAIN_ON_ASSISTANT, "{\"text\":\"<|im_end|>\",\"messages\":null}", "(<B><|im_end|><E>)"},
         {CHAT_PLAIN, TRAIN_ON_ASSISTANT, "{\"messages\":[{\"role\":\"user\",\"content\":\"U\"}]}", "<B>user: U\n"},
+        {CHAT_LLAMA3, TRAIN_ON_ASSISTANT, "{\"messages\":[{\"role\":\"tool\",\"content\":\"7\"}]}",
+         "<B><H>ipython</H>\n\n7<EOT>"},
+        {CHAT_CHATML, TRAIN_ON_ASSISTANT, "{\"messages\":[{\"role\":\"tool\",\"content\":\"7\"}]}",
+         "<B><IM>tool\n7</IM>\n"},
         {CHAT_LLAMA3, TRAIN_ON_ASSISTANT, "{\"messages\":[{\"role\":\"assistant\",\"content\":\" \"}]}",
          "<B><H>assistant</H>\n\n(<EOT>)"},
     };

@@ -73,6 +73,22 @@ static void load_stage(Stage *stage, const char *path, int B, int T, Stream *str
     model_file_close(&file);
 }
 
+// The logits of a whole batch against those of transformers.
+static void check_logits(Stage *stage, const Batch *batch, const float *expected, Stream *stream) {
+    int N = batch->b * batch->T, V = stage->config.vocab;
+    int64_t n = (int64_t)N * V;
+    float *ours = guarded(n);
+    floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
+    stage_round(stage, stream);
+    stage_forward(stage, 0, batch->tokens, NULL, batch->b, batch->T, NULL, NULL, stream);
+    matmul_forward(product, stage->normed, stage_weight(stage, stage->p.head), N, stage->config.channels, V, NULL,
+                   stream);
+    copy_activations(ours, product, (int)n, stream);
+    check_close(ours, expected, n, model_tol(2e-6, 2e-2), "logits");
+    device_free(product);
+    release(ours, n, "logits");
+}
+
 // The logits of a GGUF of many types of blocks are those of transformers with the values of these blocks.
 static void test_gguf_logits(void) {
     SafeTensors dump;
@@ -85,20 +101,12 @@ static void test_gguf_logits(void) {
     load_stage(&stage, GGUF_FIXTURES "mixed.gguf", B, T, stream);
     RopeConfig rope = {500.0f, 1, 4.0f, 1.0f, 4.0f, 24};
     check(memcmp(&stage.config.rope, &rope, sizeof rope) == 0, "the scaling is not what rope_freqs was made of");
-    float *expected = dump_values(&dump, "", "logits", &n), *ours = guarded(n);
+    float *expected = dump_values(&dump, "", "logits", &n);
     Batch batch;
     memset(&batch, 0, sizeof batch);
     batch_alloc(&batch, B, T);
     memcpy(batch.tokens, tokens->data, sizeof(int32_t) * (size_t)(B * T));
-    stage_round(&stage, stream);
-    stage_forward(&stage, 0, batch.tokens, NULL, B, T, NULL, NULL, stream);
-    floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
-    matmul_forward(product, stage.normed, stage_weight(&stage, stage.p.head), B * T, stage.config.channels,
-                   stage.config.vocab, NULL, stream);
-    copy_activations(ours, product, (int)n, stream);
-    check_close(ours, expected, n, model_tol(2e-6, 2e-2), "logits");
-    device_free(product);
-    release(ours, n, "logits");
+    check_logits(&stage, &batch, expected, stream);
     free(expected);
     batch_free(&batch);
     stage_free(&stage);
@@ -365,7 +373,8 @@ static void test_gguf_config(void) {
         {"llama.attention.scale", "0.5", "llama.attention.scale is not known"},
         {"llama.expert_count", "8", "llama.expert_count is 8"},
         {"llama.expert_count", "0", NULL},
-        {"llama.attention.sliding_window", "16", "llama.attention.sliding_window is not supported"},
+        {"llama.attention.sliding_window", "16", NULL}, // a Mistral
+        {"llama.attention.sliding_window", "16.5", "sliding_window is not a whole number"},
         {"llama.attention.sliding_window", "4096", NULL},
         {"llama.rope.scaling.type", "\"yarn\"", "RoPE type 'yarn'"},
         {"llama.rope.scaling.type", "\"none\"", NULL},
@@ -443,6 +452,13 @@ static void test_gguf_families(void) {
     json_object_set_new(config, "no_rope_layers", json_pack("[i, i]", 1, 0));
     check_error(gguf_export_family(config, "x"), "have no RoPE but every fourth", "other layers without RoPE");
     json_object_del(config, "no_rope_layers");
+    json_object_set_new(file.metadata, "smollm3.attention.sliding_window", json_integer(65535));
+    check(gguf_config(&file) == NULL && strstr(error_message, "smollm3.attention.sliding_window is not supported"),
+          "a window of unknown layers: %s", error_message);
+    json_object_set_new(config, "use_sliding_window", json_true());
+    check_error(gguf_export_family(config, "x"), "which layers of a smollm3 have a sliding window",
+                "a window of some layers");
+    json_object_del(config, "use_sliding_window");
     char *text = json_dumps(config, 0);
     check(json_equal(config, expected), "the config is %s", text);
     free(text);
@@ -696,13 +712,73 @@ static void test_llama2c(void) {
                         "a llama2.c file with more behind it");
         }
         write_llama2c(&stage, path, 2, 0);
-        check_error(open_and_match(path), "llama2.c file of version 2", "int8");
+        check_error(open_and_match(path), "groups of 0 values", "int8 without groups");
+        write_llama2c(&stage, path, 3, 0);
+        check_error(open_and_match(path), "llama2.c file of version 3", "a version of tomorrow");
         json_t *none = json_object();
         check(model_save_native(&stage, ARENA_PARAMS, none, path, DTYPE_F32) == 0 && !llama2c_is(path),
               "a native file is taken for llama2.c's");
         json_decref(none);
         stage_free(&stage);
         stream_destroy(stream);
+    }
+}
+
+// Files of int8 that a script wrote and quantized itself (dev/reference/dump_llama2c.py): the values bit by bit, the
+// logits of transformers; damage is refused.
+// Must fail for: the scales of the next group, of each row's own groups, or of the embedding for all; Q and K as they
+// lie.
+static void test_llama2c_int8(void) {
+    static const struct {
+        int at; // of the header; -1: of the embedding's first scale, -2: a byte is missing, -3: there is one more
+        unsigned char bytes[4];
+        const char *message;
+    } cases[] = {
+        {37, {0, 0, 0, 0}, "groups of 0 values"},
+        {37, {0, 0, 0, 0x80}, "groups of -2147483648 values"},
+        {37, {7, 0, 0, 0}, "is not in groups of 7"},
+        {37, {48, 0, 0, 0}, "q_proj.weight: scale"},
+        {37, {8, 0, 0, 0}, "embed_tokens.weight: scale"},
+        {-1, {0, 0, 0xC0, 0x7F}, "embed_tokens.weight: scale 0 is nan"},
+        {-1, {0, 0, 0x80, 0xBF}, "scale 0 is -1;"},
+        {-2, {0}, "is it cut short?"},
+        {-3, {0}, "a llama2.c file of these sizes has"},
+    };
+    static const char *const names[] = {"llama2c/q8.bin", "llama2c/q8_tied.bin"};
+    for (int i = 0; i < 2; i++) {
+        Fixture f;
+        int64_t n;
+        char path[PATH_MAX];
+        if (fixture_open(&f, names[i], 2, 0, PRECISION_FP32, 2)) return;
+        const float *params = seen(f.stage.params, f.stage.arena_floats, f.stream);
+        for (int t = 0; t < f.stage.n_tensors; t++) {
+            const Tensor *tensor = &f.stage.tensors[t];
+            float *wanted = dump_values(&f.dump, "weight.", tensor->name, &n);
+            check(n == tensor->n && memcmp(params + tensor->offset, wanted, sizeof(float) * (size_t)n) == 0,
+                  "%s: %s differs", names[i], tensor->name);
+            free(wanted);
+        }
+        float *logits = dump_values(&f.dump, "", "logits", &n);
+        check_logits(&f.stage, &f.batch, logits, f.stream);
+        free(logits);
+        fixture_close(&f);
+        snprintf(path, sizeof path, "data/fixtures/%s", names[i]);
+        check_ranges(path, "model.layers.1.self_attn.k_proj.weight");
+        check_written(path);
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        FileMap map;
+        char path[PATH_MAX];
+        snprintf(path, sizeof path, "%s", scratch_path("q8_bad.bin"));
+        if (!check(file_map(&map, "data/fixtures/llama2c/q8.bin") == 0, "%s", error_message)) return;
+        unsigned char *bytes = (unsigned char *)calloc(map.size + 1, 1);
+        memcpy(bytes, map.data, map.size);
+        int scale = 256 + 5 * 48 * 4 + 64 * 48; // behind the norms and the embedding's values
+        if (cases[i].at >= -1) memcpy(bytes + (cases[i].at == -1 ? scale : cases[i].at), cases[i].bytes, 4);
+        write_file(path, bytes, map.size + (cases[i].at == -3) - (cases[i].at == -2));
+        check_error(open_and_match(path), cases[i].message, "a damaged file of int8");
+        free(bytes);
+        file_unmap(&map);
     }
 }
 

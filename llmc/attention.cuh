@@ -1,7 +1,8 @@
 // Causal grouped-query attention over packed documents, CUDA: the twin of attention.h. No T x T matrix is ever stored,
 // the backward recomputes its tiles from q, k and the saved lse (FlashAttention-2, Dao 2023).
-//   S = q k^T / sqrt(HD) for keys of the query's document at or before it;  lse = log sum exp S;  P = exp(S - lse)
-//   out = P v;  dv = P^T dout;  dS = P * (dout v^T - sum_d dout*out);  dq = dS k / sqrt(HD);  dk = dS^T q / sqrt(HD)
+//   S = q k^T / sqrt(HD) for keys of the query's document and window at or before it;  lse = log sum exp S;  P = exp(S
+//   - lse) out = P v;  dv = P^T dout;  dS = P * (dout v^T - sum_d dout*out);  dq = dS k / sqrt(HD);  dk = dS^T q /
+//   sqrt(HD)
 // bf16 with heads of 64, 96 or 128 goes to the tensor cores (attention_mma.cuh: products of bf16, sums in fp32), all
 // else to attention_plain.cuh (products in fp32). Statistics are fp32. No atomics: every run gives the same bits.
 // A failure (no memory, HD above 256, NH no multiple of NKV) is the stream's.

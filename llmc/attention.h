@@ -1,7 +1,8 @@
 // Causal grouped-query attention over packed documents, CPU, in blocks of queries: no T x T matrix is ever stored, the
 // backward recomputes its blocks from q, k and the saved lse (FlashAttention-2, Dao 2023).
-//   S = q k^T / sqrt(HD) for keys of the query's document at or before it;  lse = log sum exp S;  P = exp(S - lse)
-//   out = P v;  dv = P^T dout;  dS = P * (dout v^T - sum_d dout*out);  dq = dS k / sqrt(HD);  dk = dS^T q / sqrt(HD)
+//   S = q k^T / sqrt(HD) for keys of the query's document and window at or before it;  lse = log sum exp S;  P = exp(S
+//   - lse) out = P v;  dv = P^T dout;  dS = P * (dout v^T - sum_d dout*out);  dq = dS k / sqrt(HD);  dk = dS^T q /
+//   sqrt(HD)
 // With PRECISION_BF16 the five products take bf16 inputs like all others; statistics are fp32 always.
 #ifndef LLMC_ATTENTION_H
 #define LLMC_ATTENTION_H

@@ -70,23 +70,24 @@ static inline void attention_store(floatX *to, size_t ld, const float *from, int
     for (int r = 0; r < rows; r++) memcpy(to + r * ld, from + (size_t)r * n, sizeof(float) * (size_t)n);
 }
 
-// Keys before the block of a document's start, in whole blocks so that products come in few shapes.
-static inline int attention_hidden_keys(const int32_t *starts) {
-    return starts != NULL ? starts[0] / ATTENTION_QUERIES * ATTENTION_QUERIES : 0;
+// Keys that no query from a position on sees, in whole blocks so that products come in few shapes.
+static inline int attention_hidden_keys(const AttentionShape *s, const int32_t *starts, int position) {
+    return attention_first(s, starts, position) / ATTENTION_QUERIES * ATTENTION_QUERIES;
 }
 
 // The block of queries first .. first+queries-1 of one head: out and lse, from m->keys and m->values. starts: of the
-// documents of these queries, or NULL.
+// sequence, or NULL.
 static inline void attention_block_forward(floatX *out, float *lse, const floatX *q, const AttentionBlock *m, int first,
                                            int queries, const int32_t *starts, AttentionShape s, Stream *worker) {
-    int HD = s.HD, hidden = attention_hidden_keys(starts), keys = s.Tk - s.Tq + first + queries - hidden;
+    int HD = s.HD, at = s.Tk - s.Tq + first, hidden = attention_hidden_keys(&s, starts, at);
+    int keys = at + queries - hidden;
     const uint16_t *k = m->keys + (size_t)hidden * HD, *v = m->values + (size_t)hidden * HD;
     float scale = 1.0f / sqrtf((float)HD);
     attention_round(m->queries, q, (size_t)s.q_stride, queries, HD);
     matmul_product(m->scores, m->ld, m->queries, HD, 0, k, HD, 1, queries, keys, HD, 1, 0, worker);
     float total[ATTENTION_QUERIES];
     for (int r = 0; r < queries; r++) {
-        int seen = keys - queries + r + 1, unseen = attention_unseen(starts, r, hidden, seen);
+        int seen = keys - queries + r + 1, unseen = attention_unseen(&s, starts, at + r, hidden, seen);
         const float *row = m->scores + (size_t)r * m->ld;
         uint16_t *p = m->probs + (size_t)r * m->ld;
         float max = row[unseen], sum = 0.0f;
@@ -139,7 +140,7 @@ static inline void attention_forward_bf16(floatX *out, float *lse, const floatX 
                     size_t row = (size_t)b * s.Tq + first, stat = ((size_t)b * s.NH + head) * s.Tq + first;
                     attention_block_forward(out + row * ld + (size_t)head * s.HD, lse + stat,
                                             q + row * s.q_stride + (size_t)head * s.HD, &m, first, queries,
-                                            attention_starts(&s, b, s.Tk - s.Tq + first), s, worker);
+                                            attention_starts(&s, b), s, worker);
                 }
             }
         }
@@ -151,7 +152,7 @@ static inline void attention_forward_bf16(floatX *out, float *lse, const floatX 
 static inline void attention_block_backward(floatX *dq, const floatX *dout, const floatX *out, const float *lse,
                                             const floatX *q, const AttentionBlock *m, int first, int queries, int add,
                                             const int32_t *starts, AttentionShape s, Stream *worker) {
-    int HD = s.HD, hidden = attention_hidden_keys(starts), keys = first + queries - hidden, ld = m->ld;
+    int HD = s.HD, hidden = attention_hidden_keys(&s, starts, first), keys = first + queries - hidden, ld = m->ld;
     size_t hidden_at = (size_t)hidden * HD;
     const uint16_t *k = m->keys + hidden_at, *v = m->values + hidden_at;
     size_t out_ld = (size_t)s.NH * HD;
@@ -161,7 +162,7 @@ static inline void attention_block_backward(floatX *dq, const floatX *dout, cons
     matmul_product(m->scores, ld, m->queries, HD, 0, k, HD, 1, queries, keys, HD, 1, 0, worker);
     matmul_product(m->dprobs, ld, m->grads, HD, 0, v, HD, 1, queries, keys, HD, 1, 0, worker);
     for (int r = 0; r < queries; r++) {
-        int seen = first + r + 1 - hidden, unseen = attention_unseen(starts, r, hidden, seen);
+        int seen = first + r + 1 - hidden, unseen = attention_unseen(&s, starts, first + r, hidden, seen);
         const float *score = m->scores + (size_t)r * ld, *dprob = m->dprobs + (size_t)r * ld;
         uint16_t *p = m->probs + (size_t)r * ld, *ds = m->dscores + (size_t)r * ld;
         float log_sum = lse[r], delta = 0.0f;
@@ -185,7 +186,7 @@ static inline void attention_block_backward(floatX *dq, const floatX *dout, cons
 }
 
 // Arguments as attention_backward. The last block of a task's first head goes first: it meets every key and so writes
-// dkeys and dvalues, all others add to them. With documents no block need meet every key: all add to zeros.
+// dkeys and dvalues, all others add to them. With documents or a window no block need meet every key: all add to zeros.
 static inline void attention_backward_bf16(floatX *dq, floatX *dk, floatX *dv, const floatX *dout, const floatX *out,
                                            const float *lse, const floatX *q, const floatX *k, const floatX *v,
                                            AttentionShape s, Stream *stream) {
@@ -208,18 +209,18 @@ static inline void attention_backward_bf16(floatX *dq, floatX *dk, floatX *dv, c
             size_t kv_at = (size_t)b * T * stride + (size_t)kv_head * s.HD;
             attention_round(m.keys, k + kv_at, stride, T, s.HD);
             attention_round(m.values, v + kv_at, stride, T, s.HD);
-            if (s.starts != NULL) {
+            if (!attention_sees_all(&s)) {
                 memset(m.dkeys, 0, sizeof(float) * (size_t)T * (size_t)s.HD);
                 memset(m.dvalues, 0, sizeof(float) * (size_t)T * (size_t)s.HD);
             }
             for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
                 for (int first = last; first >= 0; first -= ATTENTION_QUERIES) {
                     int queries = T - first < ATTENTION_QUERIES ? T - first : ATTENTION_QUERIES;
-                    int add = first < last || head > kv_head * group || s.starts != NULL;
+                    int add = first < last || head > kv_head * group || !attention_sees_all(&s);
                     size_t row = (size_t)b * T + first, stat = ((size_t)b * s.NH + head) * T + first;
                     size_t q_at = row * s.q_stride + (size_t)head * s.HD, out_at = row * ld + (size_t)head * s.HD;
                     attention_block_backward(dq + q_at, dout + out_at, out + out_at, lse + stat, q + q_at, &m, first,
-                                             queries, add, attention_starts(&s, b, first), s, worker);
+                                             queries, add, attention_starts(&s, b), s, worker);
                 }
             }
             attention_store(dk + kv_at, stride, m.dkeys, T, s.HD);

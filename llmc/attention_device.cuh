@@ -23,8 +23,9 @@ HOST_DEVICE static inline int attention_rows(int T) {
     return (T + 127) / 128 * 128;
 }
 
-// The position where the document of position `at` ends: T, or the next document's start.
-__device__ static inline int attention_end(const int32_t *starts, int T, int at) {
+// The position from which on no query sees key `at`: the end of its document or of the window that begins with it.
+__device__ static inline int attention_end(const AttentionShape *s, const int32_t *starts, int at) {
+    int T = s->window > 0 && s->Tk - at > s->window ? at + s->window : s->Tk;
     int low = at + 1 < T ? at + 1 : T, high = T; // starts never fall: the first one beyond `at` lies in low .. high
     if (starts == NULL) return T;
     while (low < high) {

@@ -131,6 +131,7 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
 #pragma omp parallel for num_threads(stream->threads) schedule(dynamic)
     for (int task = 0; task < s.B * s.NKV; task++) {
         int batch = task / s.NKV, kv_head = task % s.NKV;
+        const int32_t *starts = attention_starts(&s, batch);
         float *values = scratch + per_thread * (size_t)omp_get_thread_num(); // (Tk, D)
         float *keys_t = values + (size_t)s.Tk * D;                           // (HD, T_pad)
         float *queries = keys_t + (size_t)s.HD * T_pad;                      // (BLOCK, D), scaled
@@ -149,8 +150,7 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
                                (size_t)s.q_stride, rows, s.HD, scale);
                 memset(sums, 0, sizeof(float) * (size_t)rows * D);
                 for (int r = 0; r < rows; r++) max[r] = -INFINITY, total[r] = 0.0f;
-                const int32_t *starts = attention_starts(&s, batch, s.Tk - s.Tq + i0);
-                int first_key = starts != NULL ? starts[0] / BLOCK * BLOCK : 0;
+                int first_key = attention_first(&s, starts, s.Tk - s.Tq + i0) / BLOCK * BLOCK;
                 for (int j0 = first_key; j0 <= last_key; j0 += BLOCK) {
                     int keys = s.Tk - j0 < BLOCK ? s.Tk - j0 : BLOCK;
                     tile_matmul(scores, BLOCK, queries, D, 1, keys_t + j0, T_pad, rows, attention_padded(keys), s.HD,
@@ -159,7 +159,7 @@ static inline void attention_forward_fp32(floatX *out, float *lse, const floatX 
                         float *row = scores + r * BLOCK, block_max = -INFINITY, sum = 0.0f;
                         int seen = s.Tk - s.Tq + i0 + r - j0 + 1; // keys of this block the query may see
                         seen = seen < 0 ? 0 : seen > keys ? keys : seen;
-                        int unseen = attention_unseen(starts, r, j0, seen); // keys of earlier documents
+                        int unseen = attention_unseen(&s, starts, s.Tk - s.Tq + i0 + r, j0, seen);
 #pragma omp simd reduction(max : block_max)
                         for (int c = unseen; c < seen; c++) block_max = row[c] > block_max ? row[c] : block_max;
                         if (block_max > max[r]) { // rescale what was summed under the old maximum
@@ -220,6 +220,7 @@ static inline void attention_backward_fp32(floatX *dq, floatX *dk, floatX *dv, c
 #pragma omp parallel for num_threads(stream->threads) schedule(dynamic)
     for (int task = 0; task < s.B * s.NKV; task++) {
         int batch = task / s.NKV, kv_head = task % s.NKV;
+        const int32_t *starts = attention_starts(&s, batch);
         float *keys = scratch + per_thread * (size_t)omp_get_thread_num(); // (T, D) as all below but two
         float *values = keys + matrix, *queries = values + matrix, *grads = queries + matrix;
         float *dkeys = grads + matrix, *dvalues = dkeys + matrix, *dqueries = dvalues + matrix;
@@ -250,8 +251,7 @@ static inline void attention_backward_fp32(floatX *dq, floatX *dk, floatX *dv, c
                 int n_keys = T - j0 < BLOCK ? T - j0 : BLOCK, width = attention_padded(n_keys);
                 for (int i0 = j0; i0 < T; i0 += BLOCK) {
                     int rows = T - i0 < BLOCK ? T - i0 : BLOCK;
-                    const int32_t *starts = attention_starts(&s, batch, i0);
-                    if (starts != NULL && starts[0] >= j0 + n_keys) break; // these and all later are other documents
+                    if (attention_first(&s, starts, i0) >= j0 + n_keys) break; // nor do later ones see these keys
                     const float *query = queries + (size_t)i0 * D, *grad = grads + (size_t)i0 * D;
                     tile_matmul(probs, BLOCK, query, D, 1, keys_t + j0, T_pad, rows, width, s.HD, 0);
                     tile_matmul(dscores, BLOCK, grad, D, 1, values_t + j0, T_pad, rows, width, s.HD, 0);
@@ -260,7 +260,7 @@ static inline void attention_backward_fp32(floatX *dq, floatX *dk, floatX *dv, c
                         float log_sum = lse_row[i0 + r], shift = delta[i0 + r];
                         int seen = i0 + r - j0 + 1;
                         seen = seen > n_keys ? n_keys : seen;
-                        int unseen = attention_unseen(starts, r, j0, seen);
+                        int unseen = attention_unseen(&s, starts, i0 + r, j0, seen);
 #pragma omp simd
                         for (int c = unseen; c < seen; c++) {
                             p[c] = exp_simd(p[c] - log_sum);

@@ -30,9 +30,9 @@
 // What stopped them: 255 registers a thread, which leave two blocks on an SM; shared memory of 99 KB a block on sm_86,
 // sm_89 and sm_120, of 163 KB for two on sm_80. Registers by ptxas of CUDA 13.0 for sm_90 (sm_80: within 10 of these):
 //   HD   forward      dq           dk and dv     stopped by
-//   64   239, 55 KB   236, 74 KB   255, 75 KB    registers: dk and dv spill 32 bytes, outside the inner loop
-//   96   255, 80 KB   185, 53 KB   242, 54 KB    registers
-//  128   255, 70 KB   232, 70 KB   255, 70 KB    shared memory: 104 KB with tiles of 64
+//   64   241, 55 KB   234, 74 KB   255, 75 KB    registers: dk and dv spill 32 bytes, outside the inner loop
+//   96   255, 80 KB   185, 53 KB   240, 54 KB    registers
+//  128   255, 70 KB   228, 70 KB   255, 70 KB    shared memory: 104 KB with tiles of 64
 template <int HD> struct AttentionTiles;
 template <> struct AttentionTiles<64> {
     static constexpr int M_FORWARD = 2, KEYS = 64, M_DQ = 2, M_DKV = 2, STREAM = 64;
@@ -191,34 +191,37 @@ static __device__ inline void store_rows(floatX *to, int64_t stride, floatX *til
 
 // Which keys the 16*M queries of a warp see. Query i of a lane, of 2*M, is its warp's lane/4 + 8*i.
 struct Sight {
-    const int32_t *starts;       // of the sequence, or NULL
-    int first, last, end;        // positions of the warp's first and last query; of the sequence's end
-    int first_start, last_start; // of their documents
+    const AttentionShape *shape;
+    const int32_t *starts;   // of the sequence, or NULL
+    int first, last;         // positions of the warp's first and last query
+    int first_key, last_key; // the first ones that these see
 };
 
-template <int M> static __device__ inline Sight sight_of(const int32_t *starts, int first, int end) {
-    Sight sight = {starts, first, first + 16 * M - 1, end, 0, 0};
-    if (starts == NULL) return sight;
-    sight.first_start = starts[min(sight.first, end - 1)];
-    sight.last_start = starts[min(sight.last, end - 1)];
-    return sight;
+// What a query past the sequence's end sees is what the last one does.
+static __device__ inline int sight_start(const AttentionShape *s, const int32_t *starts, int position) {
+    return attention_first(s, starts, min(position, s->Tk - 1));
+}
+
+template <int M> static __device__ inline Sight sight_of(const AttentionShape *s, const int32_t *starts, int first) {
+    int last = first + 16 * M - 1;
+    return {s, starts, first, last, sight_start(s, starts, first), sight_start(s, starts, last)};
 }
 
 // No query sees any of the n keys from `key` on.
 static __device__ inline bool sight_none(const Sight &sight, int key, int n) {
-    return key > sight.last || key + n <= sight.first_start;
+    return key > sight.last || key + n <= sight.first_key;
 }
 
 // All queries see all of them.
 static __device__ inline bool sight_all(const Sight &sight, int key, int n) {
-    return key + n - 1 <= sight.first && key >= sight.last_start;
+    return key + n - 1 <= sight.first && key >= sight.last_key;
 }
 
 // low, high (2*M): the first and the last key that the lane's queries see
 template <int M> static __device__ inline void sight_limits(int *low, int *high, const Sight &sight) {
     UNROLL for (int i = 0; i < 2 * M; i++) {
         high[i] = sight.first + (int)(threadIdx.x % 32) / 4 + 8 * i;
-        low[i] = sight.starts != NULL ? sight.starts[min(high[i], sight.end - 1)] : 0;
+        low[i] = sight_start(sight.shape, sight.starts, high[i]);
     }
 }
 
@@ -239,8 +242,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
     floatX *tiles = queries + ROWS * LD; // (2, keys and values, KEYS, LD)
     int head = blockIdx.x, b = blockIdx.y, first = (int)(gridDim.z - 1 - blockIdx.z) * ROWS, shift = s.Tk - s.Tq;
     int lane = threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * 16 * M, rows = min(ROWS, s.Tq - first);
-    const int32_t *starts = attention_starts(&s, b, 0);
-    int tile = starts != NULL ? starts[shift + first] / KEYS : 0, last_tile = (shift + first + rows - 1) / KEYS;
+    const int32_t *starts = attention_starts(&s, b);
+    int tile = attention_first(&s, starts, shift + first) / KEYS, last_tile = (shift + first + rows - 1) / KEYS;
     int64_t row = (int64_t)b * s.Tq + first, kv_at = (int64_t)b * s.Tk * s.kv_stride + head / (s.NH / s.NKV) * HD;
     auto load = [&](int next) {
         floatX *to = tiles + (next & 1) * 2 * KEYS * LD;
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
     load_tile<ROWS, HD>(queries, q + row * s.q_stride + head * HD, s.q_stride, rows);
     load(tile);
 
-    const Sight sight = sight_of<M>(starts, shift + first + warp_row, s.Tk);
+    const Sight sight = sight_of<M>(&s, starts, shift + first + warp_row);
     float sum[M][HD / 8][4], top[2 * M], total[2 * M]; // of exp2(log2e * (score - top)); total: of the lane's columns
     clear<M * HD / 2>(&sum[0][0][0]);
     // Finite, so that a row that has seen nothing yet does not subtract infinities.
@@ -346,8 +349,8 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
     floatX *tiles = grads + ROWS * LD;   // (2, keys and values, KEYS, LD)
     int head = blockIdx.x, b = blockIdx.y, first = (int)(gridDim.z - 1 - blockIdx.z) * ROWS, T = s.Tk;
     int lane = threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * 16 * M, rows = min(ROWS, T - first);
-    const int32_t *starts = attention_starts(&s, b, 0);
-    int tile = starts != NULL ? starts[first] / KEYS : 0, last_tile = (first + rows - 1) / KEYS;
+    const int32_t *starts = attention_starts(&s, b);
+    int tile = attention_first(&s, starts, first) / KEYS, last_tile = (first + rows - 1) / KEYS;
     int64_t row = (int64_t)b * T + first, kv_at = (int64_t)b * T * s.kv_stride + head / (s.NH / s.NKV) * HD;
     int64_t out_stride = (int64_t)s.NH * HD, out_at = row * out_stride + head * HD;
     auto load = [&](int next) {
@@ -378,7 +381,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
         if (lane % 4 == 0) stats[stat * attention_rows(T) + first + at] = make_float2(log_sum[i], delta[i]);
     }
 
-    const Sight sight = sight_of<M>(starts, first + warp_row, T);
+    const Sight sight = sight_of<M>(&s, starts, first + warp_row);
     float sum[M][HD / 8][4], factor[2 * M];
     clear<M * HD / 2>(&sum[0][0][0]);
     float scale = rsqrtf((float)HD), scale_2 = scale * LOG2_E;
@@ -438,15 +441,15 @@ __global__ void __launch_bounds__(ATTENTION_THREADS, 2)
     floatX *values = keys + ROWS * LD;                         // (ROWS, LD)
     floatX *tiles = values + ROWS * LD;                        // (2, q and dout, QUERIES, LD)
     float2 *tile_stats = (float2 *)(tiles + 4 * QUERIES * LD); // (2, QUERIES)
-    int *ends = (int *)(tile_stats + 2 * QUERIES);             // (ROWS) where the documents of the keys end
+    int *ends = (int *)(tile_stats + 2 * QUERIES);             // (ROWS) from where on no query sees a key
     int kv_head = blockIdx.x, b = blockIdx.y, first = (int)blockIdx.z * ROWS, T = s.Tk, group = s.NH / s.NKV;
     int lane = threadIdx.x % 32, warp_row = (int)threadIdx.x / 32 * 16 * M, rows = min(ROWS, T - first);
     int64_t kv_at = ((int64_t)b * T + first) * s.kv_stride + kv_head * HD, out_stride = (int64_t)s.NH * HD;
 
-    // The queries that see a key are those from it on to the end of its document.
-    const int32_t *starts = attention_starts(&s, b, 0);
-    for (int i = threadIdx.x; i < ROWS; i += ATTENTION_THREADS) ends[i] = attention_end(starts, T, first + i);
-    int first_tile = first / QUERIES, last_tile = (attention_end(starts, T, first + rows - 1) - 1) / QUERIES;
+    // The queries that see a key are those from it on to the end of its document or window.
+    const int32_t *starts = attention_starts(&s, b);
+    for (int i = threadIdx.x; i < ROWS; i += ATTENTION_THREADS) ends[i] = attention_end(&s, starts, first + i);
+    int first_tile = first / QUERIES, last_tile = (attention_end(&s, starts, first + rows - 1) - 1) / QUERIES;
     int first_head = kv_head * group, last_head = first_head + group - 1, buffer = 0;
 
     auto load = [&](int head, int tile, int to_buffer) {

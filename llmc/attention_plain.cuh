@@ -17,7 +17,7 @@
 // TILE by head size: the four tiles of the backward then take 87 KB at most, of the 99 KB a block has on sm_86, sm_89
 // and sm_120; the sums of a thread are TILE/16 rows of 256/TILE columns, 16 registers a matrix. Registers of forward,
 // dq, dk and dv on sm_90 (no spills): two blocks on an SM each.
-//   HD up to   64: TILE 64, 110, 128, 128     128: TILE 32, 64, 75, 101     256: TILE 16, 77, 80, 78
+//   HD up to   64: TILE 64, 80, 127, 128     128: TILE 32, 62, 74, 100     256: TILE 16, 77, 77, 88
 static inline int plain_tile(int HD) {
     return HD <= 64 ? 64 : HD <= 128 ? 32 : 16;
 }
@@ -128,15 +128,15 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
     float *weights = values + TILE * plain_stride(s.HD); // (TILE, TILE + 4)
     int head = blockIdx.x, b = blockIdx.y, first = (int)(gridDim.z - 1 - blockIdx.z) * TILE, HD = s.HD;
     int x = threadIdx.x % 16, y = threadIdx.x / 16, rows = min(TILE, s.Tq - first), shift = s.Tk - s.Tq;
-    const int32_t *starts = attention_starts(&s, b, 0);
+    const int32_t *starts = attention_starts(&s, b);
     int64_t row = (int64_t)b * s.Tq + first, kv_at = (int64_t)b * s.Tk * s.kv_stride + head / (s.NH / s.NKV) * HD;
-    int first_key = starts != NULL ? starts[shift + first] / TILE * TILE : 0, last_key = shift + first + rows - 1;
+    int first_key = attention_first(&s, starts, shift + first) / TILE * TILE, last_key = shift + first + rows - 1;
     float sum[R][C], top[R], total[R], scale = 1.0f / sqrtf((float)HD);
     int start[R];
     plain_clear<TILE>(sum);
     UNROLL for (int i = 0; i < R; i++) {
         top[i] = -1e30f, total[i] = 0.0f; // finite: a row that has seen nothing yet does not subtract infinities
-        start[i] = starts != NULL ? starts[min(shift + first + y + 16 * i, s.Tk - 1)] : 0;
+        start[i] = attention_first(&s, starts, min(shift + first + y + 16 * i, s.Tk - 1));
     }
     plain_load<TILE>(queries, q + row * s.q_stride + head * HD, s.q_stride, rows, HD);
     for (int key = first_key; key <= last_key; key += TILE) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
     float *weights = values + TILE * plain_stride(s.HD); // (TILE, TILE + 4)
     int head = blockIdx.x, b = blockIdx.y, first = (int)(gridDim.z - 1 - blockIdx.z) * TILE, HD = s.HD, T = s.Tk;
     int x = threadIdx.x % 16, y = threadIdx.x / 16, rows = min(TILE, T - first);
-    const int32_t *starts = attention_starts(&s, b, 0);
+    const int32_t *starts = attention_starts(&s, b);
     int64_t row = (int64_t)b * T + first, kv_at = (int64_t)b * T * s.kv_stride + head / (s.NH / s.NKV) * HD;
     int64_t out_stride = (int64_t)s.NH * HD, out_at = row * out_stride + head * HD, stat = (int64_t)b * s.NH + head;
     float sum[R][C], factor[R], scale = 1.0f / sqrtf((float)HD);
@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
             delta += to_float(dout[out_at + at * out_stride + d]) * to_float(out[out_at + at * out_stride + d]);
         own[i] = make_float2(at < rows ? lse[stat * T + first + at] : 0.0f, plain_sum(delta));
         if (x == 0 && at < rows) stats[stat * attention_rows(T) + first + at] = own[i];
-        start[i] = starts != NULL ? starts[min(first + at, T - 1)] : 0;
+        start[i] = attention_first(&s, starts, min(first + at, T - 1));
         factor[i] = scale;
     }
     plain_load<TILE>(queries, q + row * s.q_stride + head * HD, s.q_stride, rows, HD);
     plain_load<TILE>(grads, dout + out_at, out_stride, rows, HD);
-    for (int key = starts != NULL ? starts[first] / TILE * TILE : 0; key < first + rows; key += TILE) {
+    for (int key = attention_first(&s, starts, first) / TILE * TILE; key < first + rows; key += TILE) {
         __syncthreads(); // all have left the last tile
         plain_load<TILE>(keys, k + kv_at + (int64_t)key * s.kv_stride, s.kv_stride, T - key, HD);
         plain_load<TILE>(values, v + kv_at + (int64_t)key * s.kv_stride, s.kv_stride, T - key, HD);
@@ -259,13 +259,13 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
     float *weights = grads + TILE * plain_stride(s.HD); // (TILE, TILE + 4)
     int kv_head = blockIdx.x, b = blockIdx.y, first = (int)blockIdx.z * TILE, HD = s.HD, T = s.Tk;
     int x = threadIdx.x % 16, y = threadIdx.x / 16, rows = min(TILE, T - first), group = s.NH / s.NKV;
-    const int32_t *starts = attention_starts(&s, b, 0);
+    const int32_t *starts = attention_starts(&s, b);
     int64_t kv_at = ((int64_t)b * T + first) * s.kv_stride + kv_head * HD, out_stride = (int64_t)s.NH * HD;
     float dkey[R][C], dvalue[R][C], factor[R], scale = 1.0f / sqrtf((float)HD);
-    int end[R], last_end = attention_end(starts, T, first + rows - 1);
+    int end[R], last_end = attention_end(&s, starts, first + rows - 1);
     plain_clear<TILE>(dkey);
     plain_clear<TILE>(dvalue);
-    UNROLL for (int i = 0; i < R; i++) end[i] = attention_end(starts, T, first + y + 16 * i);
+    UNROLL for (int i = 0; i < R; i++) end[i] = attention_end(&s, starts, first + y + 16 * i);
     plain_load<TILE>(keys, k + kv_at, s.kv_stride, rows, HD);
     plain_load<TILE>(values, v + kv_at, s.kv_stride, rows, HD);
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {

@@ -4,12 +4,13 @@
 //   {"prompt": "...", "completion": "..."}             BOS prompt completion EOS
 //   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 //     llama3   <|begin_of_text|> then a message <|start_header_id|>role<|end_header_id|>\n\ncontent<|eot_id|>, the
-//              content without white space around it
+//              content without white space around it; what a tool says has the role ipython there, as in Meta's code
 //     chatml   a message <|im_start|>role\ncontent<|im_end|>\n
 //     plain    BOS then a message "role: content\n", but EOS instead of the line's end behind an assistant's; for
 //     models
 //              that have no tokens for turns
-// These are what the templates of Llama 3 and SmolLM2 give, but that no message of the system is made up.
+// These are what the templates of Llama 3 and SmolLM2 give (test_gpt chat_reference), but that no message of the system
+// is made up, as SmolLM2's does and the dates of Llama 3.1's and later ones.
 //
 // A text is trained on whole. Of a prompt with its completion the completion and EOS are; of a conversation what the
 // assistant says and the token that ends its turn, never a header. Spellings of special tokens in a text stay text.
@@ -173,6 +174,7 @@ static inline int chat_put_message(TokenStream *stream, const ChatFormat *f, con
     char head[CHAT_ROLE + 4];
     const ChatTokens *id = &f->id;
     if (f->kind == CHAT_LLAMA3) {
+        if (strcmp(role, "tool") == 0) role = "ipython";
         text_strip(&text, &n);
         return stream_put(stream, id->header_begin, all) ||
                stream_put_text(stream, f->tokenizer, role, (int64_t)strlen(role), all) ||

@@ -33,9 +33,10 @@ typedef struct {
     int bos_id, eos_id; // -1: none given
     float init_std;
     Family family;
-    int window;                               // sliding_window: longer sequences are refused; 0: none
-    uint32_t no_rope[CONFIG_MAX_LAYERS / 32]; // bit of each layer without RoPE
-    Lora lora;                                // rank > 0: adapters are trained and all else is frozen
+    int window;                                // sliding_window of the layers that have it; 0: none has
+    uint32_t no_rope[CONFIG_MAX_LAYERS / 32];  // bit of each layer without RoPE
+    uint32_t windowed[CONFIG_MAX_LAYERS / 32]; // bit of each layer with the window
+    Lora lora;                                 // rank > 0: adapters are trained and all else is frozen
 } Config;
 
 static inline const FamilyTraits *config_traits(const Config *config) {
@@ -50,13 +51,13 @@ static inline int64_t config_kv_dim(const Config *config) {
     return (int64_t)config->kv_heads * config->head_dim;
 }
 
-// Sequences of at most so many tokens are what the model computes.
-static inline int config_context(const Config *config) {
-    return config->window > 0 && config->window < config->context ? config->window : config->context;
-}
-
 static inline int config_has_rope(const Config *config, int layer) {
     return (config->no_rope[layer / 32] >> layer % 32 & 1) == 0;
+}
+
+// How many tokens a token of this layer sees at most, itself the last of them; 0: all before it.
+static inline int config_window(const Config *config, int layer) {
+    return (config->windowed[layer / 32] >> layer % 32 & 1) != 0 ? config->window : 0;
 }
 
 // Elements of a layer's seven matrices.
@@ -261,13 +262,61 @@ static inline int config_no_rope(Config *config, const json_t *json, const char 
     return 0;
 }
 
+// Gives the window to the layers that have it where a config lists none: all of a Mistral, those without RoPE of a
+// SmolLM3, those from `first` on of a Qwen.
+static inline void config_place_window(Config *config, int first) {
+    memset(config->windowed, 0, sizeof config->windowed);
+    for (int l = config->family == FAMILY_MISTRAL ? 0 : first; l < config->n_layers && config->window > 0; l++)
+        if (config->family != FAMILY_SMOLLM3 || !config_has_rope(config, l)) config->windowed[l / 32] |= 1u << l % 32;
+}
+
+// Gives the window to the layers that layer_types lists.
+static inline int config_layer_types(Config *config, const json_t *types, const char *where) {
+    if (!json_is_array(types) || json_array_size(types) != (size_t)config->n_layers)
+        return error_set("%s: layer_types does not list %d layers", where, config->n_layers);
+    memset(config->windowed, 0, sizeof config->windowed);
+    for (int l = 0; l < config->n_layers; l++) {
+        const char *type = json_string_value(json_array_get(types, (size_t)l));
+        int slides = type != NULL && strcmp(type, "sliding_attention") == 0;
+        if (!slides && (type == NULL || strcmp(type, "full_attention") != 0))
+            return error_set("%s: layer_types has '%.40s' for layer %d, which is not supported, only full_attention "
+                             "and sliding_attention",
+                             where, type != NULL ? type : "(no text)", l);
+        if (slides && config->window == 0)
+            return error_set("%s: layer_types has sliding_attention for layer %d, but no sliding_window is in use",
+                             where, l);
+        if (config->family == FAMILY_MISTRAL && slides != (config->window > 0))
+            return error_set("%s: layer_types has %s for layer %d; a Mistral has its sliding_window in all layers or "
+                             "in none",
+                             where, type, l);
+        if (slides) config->windowed[l / 32] |= 1u << l % 32;
+    }
+    return 0;
+}
+
+// The window and its layers, as transformers reads them; what a config leaves out is what its classes have.
+static inline int config_windows(Config *config, const json_t *json, const char *where) {
+    const json_t *size = json_object_get(json, "sliding_window"), *types = json_object_get(json, "layer_types");
+    int used = 1, first = 0, family = config->family,
+        fallback = family == FAMILY_SMOLLM3 || json_is_null(size) ? 0 : 4096;
+    if (family != FAMILY_MISTRAL && config_flag(&used, json, "use_sliding_window", 0, where)) return -1;
+    if (used && config_int(&config->window, json, "sliding_window", fallback, where)) return -1;
+    if (used && config->window < 1 && size != NULL && !json_is_null(size))
+        return error_set("%s: sliding_window is %d", where, config->window);
+    if ((family == FAMILY_QWEN2 || family == FAMILY_QWEN3) && config_int(&first, json, "max_window_layers", 28, where))
+        return -1;
+    config_place_window(config, first > 0 ? first : 0);
+    if (types != NULL && !json_is_null(types) && config_layer_types(config, types, where)) return -1;
+    int windows = 0;
+    for (int l = 0; l < config->n_layers; l++) windows += config_window(config, l) > 0;
+    if (windows == 0) config->window = 0;
+    return 0;
+}
+
 // What only some families' configs have.
 static inline int config_specials(Config *config, const json_t *json, const char *where) {
-    const json_t *window = json_object_get(json, "sliding_window");
-    if (config->family == FAMILY_SMOLLM3) return config_no_rope(config, json, where);
-    if (config->family != FAMILY_MISTRAL || window == NULL || json_is_null(window)) return 0;
-    if (config_int(&config->window, json, "sliding_window", 0, where)) return -1;
-    return config->window > 0 ? 0 : error_set("%s: sliding_window is %d", where, config->window);
+    if (config->family == FAMILY_SMOLLM3 && config_no_rope(config, json, where)) return -1;
+    return config_traits(config)->windows ? config_windows(config, json, where) : 0;
 }
 
 // Reads a parsed config.json of one of the families; what would change the mathematics is refused by name. Where
@@ -310,14 +359,31 @@ static inline json_t *config_rope_layers(const Config *config) {
     return layers;
 }
 
+// Adds the window, and in families where each layer may have it or not, which do.
+static inline void config_window_json(json_t *json, const Config *config) {
+    int first = 0;
+    if (config->family == FAMILY_MISTRAL)
+        json_object_set_new(json, "sliding_window", config->window > 0 ? json_integer(config->window) : json_null());
+    if (config->family == FAMILY_MISTRAL || config->window == 0) return;
+    json_t *types = json_array();
+    for (int l = 0; l < config->n_layers; l++)
+        json_array_append_new(types,
+                              json_string(config_window(config, l) > 0 ? "sliding_attention" : "full_attention"));
+    json_object_set_new(json, "use_sliding_window", json_true());
+    json_object_set_new(json, "sliding_window", json_integer(config->window));
+    json_object_set_new(json, "layer_types", types);
+    if (config->family == FAMILY_SMOLLM3) return;
+    while (first < config->n_layers && config_window(config, first) == 0) first++;
+    json_object_set_new(json, "max_window_layers", json_integer(first)); // older classes know no layer_types
+}
+
 // Adds what only the family's configs have, and takes out what they do not have.
 static inline void config_family_json(json_t *json, const Config *config) {
     if (config->family != FAMILY_LLAMA)
         json_object_set_new(json, "pad_token_id", json_null());                   // else theirs is a size's
     if (config_traits(config)->qkv_bias) json_object_del(json, "attention_bias"); // theirs is not of o
     if (config->family == FAMILY_OLMO) json_object_del(json, "rms_norm_eps");     // it is fixed
-    if (config->family == FAMILY_MISTRAL)
-        json_object_set_new(json, "sliding_window", config->window > 0 ? json_integer(config->window) : json_null());
+    config_window_json(json, config);
     if (config->family == FAMILY_SMOLLM3) json_object_set_new(json, "no_rope_layers", config_rope_layers(config));
 }
 
@@ -368,27 +434,27 @@ static const struct {
     Config config;
 } config_presets[] = {
     // clang-format off
-    // layers, d, heads, kv, head-dim, ffn, vocab, ctx, eps, tied, RoPE, begin, end, std, family, window, layers without RoPE, adapters
-    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"llama-3.2-1b", {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"llama-3.2-3b", {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"llama-3-8b", {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0, 0, 0}}},
-    {"mistral-7b", {32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_MISTRAL, 4096, {0}, {0, 0, 0}}},
-    {"smollm3-3b", {36, 2048, 16, 4, 128, 11008, 128256, 65536, 1e-6f, 1, {5000000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_SMOLLM3, 0, {0x88888888, 0x8}, {0, 0, 0}}},
-    {"qwen2.5-0.5b", {24, 896, 14, 2, 64, 4864, 151936, 32768, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151643, 0.02f, FAMILY_QWEN2, 0, {0}, {0, 0, 0}}},
-    {"qwen3-0.6b", {28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151645, 0.02f, FAMILY_QWEN3, 0, {0}, {0, 0, 0}}},
-    {"olmo-7b", {32, 4096, 32, 32, 128, 11008, 50304, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, -1, 50279, 0.02f, FAMILY_OLMO, 0, {0}, {0, 0, 0}}},
-    {"olmo-2-7b", {32, 4096, 32, 32, 128, 11008, 100352, 4096, 1e-6f, 0, {500000.0f, 0, 0, 0, 0, 0}, 100257, 100257, 0.02f, FAMILY_OLMO2, 0, {0}, {0, 0, 0}}},
+    // layers, d, heads, kv, head-dim, ffn, vocab, ctx, eps, tied, RoPE, begin, end, std, family, window, layers without RoPE, layers with the window, adapters
+    {"tiny", {2, 64, 4, 2, 16, 176, 258, 256, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 256, 257, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"124m", {12, 768, 12, 12, 64, 2048, 32000, 1024, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"tinyllama-1.1b", {22, 2048, 32, 4, 64, 5632, 32000, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"llama-3.2-1b", {16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"llama-3.2-3b", {28, 3072, 24, 8, 128, 8192, 128256, 131072, 1e-5f, 1, {500000.0f, 1, 32, 1, 4, 8192}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"llama-3-8b", {32, 4096, 32, 8, 128, 14336, 128256, 8192, 1e-5f, 0, {500000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"smollm2-135m", {30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.041666f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"smollm2-360m", {32, 960, 15, 5, 64, 2560, 49152, 8192, 1e-5f, 1, {100000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"smollm2-1.7b", {24, 2048, 32, 32, 64, 8192, 49152, 8192, 1e-5f, 1, {130000.0f, 0, 0, 0, 0, 0}, 0, 0, 0.02f, FAMILY_LLAMA, 0, {0}, {0}, {0, 0, 0}}},
+    {"mistral-7b", {32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, 1, 2, 0.02f, FAMILY_MISTRAL, 4096, {0}, {0xFFFFFFFF}, {0, 0, 0}}},
+    {"smollm3-3b", {36, 2048, 16, 4, 128, 11008, 128256, 65536, 1e-6f, 1, {5000000.0f, 0, 0, 0, 0, 0}, 128000, 128001, 0.02f, FAMILY_SMOLLM3, 0, {0x88888888, 0x8}, {0}, {0, 0, 0}}},
+    {"qwen2.5-0.5b", {24, 896, 14, 2, 64, 4864, 151936, 32768, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151643, 0.02f, FAMILY_QWEN2, 0, {0}, {0}, {0, 0, 0}}},
+    {"qwen3-0.6b", {28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1, {1000000.0f, 0, 0, 0, 0, 0}, 151643, 151645, 0.02f, FAMILY_QWEN3, 0, {0}, {0}, {0, 0, 0}}},
+    {"olmo-7b", {32, 4096, 32, 32, 128, 11008, 50304, 2048, 1e-5f, 0, {10000.0f, 0, 0, 0, 0, 0}, -1, 50279, 0.02f, FAMILY_OLMO, 0, {0}, {0}, {0, 0, 0}}},
+    {"olmo-2-7b", {32, 4096, 32, 32, 128, 11008, 100352, 4096, 1e-6f, 0, {500000.0f, 0, 0, 0, 0, 0}, 100257, 100257, 0.02f, FAMILY_OLMO2, 0, {0}, {0}, {0, 0, 0}}},
     // clang-format on
 };
 enum { CONFIG_PRESETS = sizeof config_presets / sizeof *config_presets };
 
-#define CONFIG_KEYS "family layers d heads kv head-dim ffn vocab ctx theta eps tied"
+#define CONFIG_KEYS "family layers d heads kv head-dim ffn vocab ctx window theta eps tied"
 
 // family=NAME of a spec: *end is what follows it.
 static inline int config_family_pair(Config *config, const char *name, char **end, const char *spec) {
@@ -421,7 +487,8 @@ static inline int config_from_pairs(Config *config, const char *spec) {
             int *field;
         } fields[] = {{"layers", &config->n_layers}, {"d", &config->channels},  {"heads", &config->heads},
                       {"kv", &config->kv_heads},     {"ffn", &config->ffn},     {"head-dim", &config->head_dim},
-                      {"vocab", &config->vocab},     {"ctx", &config->context}, {"tied", &config->tied}};
+                      {"vocab", &config->vocab},     {"ctx", &config->context}, {"tied", &config->tied},
+                      {"window", &config->window}};
         int known = is_family;
         for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
             if (strcmp(key, fields[i].name) != 0) continue;
@@ -441,7 +508,11 @@ static inline int config_from_pairs(Config *config, const char *spec) {
     if (!head_dim_given && config->heads > 0) config->head_dim = config->channels / config->heads;
     if (config->family == FAMILY_SMOLLM3) config_skip_rope(config, SMOLLM3_INTERVAL);
     if (config->vocab != 258) config->bos_id = config->eos_id = -1;
-    return config_check(config, spec);
+    if (config->window != 0 && !config_traits(config)->windows)
+        return error_set("--init %.100s: a %s has no window", spec, config_traits(config)->name);
+    if (config_check(config, spec)) return -1;
+    config_place_window(config, 0);
+    return 0;
 }
 
 // A preset's name, a config.json file or a short spec.

@@ -7,10 +7,10 @@
 //
 // All are a Llama with these differences. Sources: the model's reports, and the classes of transformers named in
 // `architecture`.
-//   mistral   a sliding window: sequences longer than it are refused, shorter ones do not feel it
-//   smollm3   some layers have no RoPE
-//   qwen2     q, k and v have biases
-//   qwen3     each head of q and of k is normalised before RoPE
+//   mistral   a token sees those of a sliding window
+//   smollm3   some layers have no RoPE; some may have a sliding window
+//   qwen2     q, k and v have biases; some layers may have a sliding window
+//   qwen3     each head of q and of k is normalised before RoPE; some layers may have a sliding window
 //   olmo      LayerNorm without parameters, eps 1e-5
 //   olmo2     q and k are normalised whole before RoPE; what attention and MLP give is normalised, not what they take
 #ifndef LLMC_FAMILY_H
@@ -42,19 +42,20 @@ typedef struct {
     QkNorm qk_norm;
     int plain_norm; // LayerNorm without parameters, not RMSNorm
     int post_norm;  // norms of what attention and MLP give, not of what they take
+    int windows;    // layers may have a sliding window
     // what holds where a config does not say
     int tied;
     float norm_eps;
 } FamilyTraits;
 
 static const FamilyTraits families[FAMILIES] = {
-    {"Llama", "llama", "LlamaForCausalLM", 0, QK_NORM_NONE, 0, 0, 0, 1e-6f},
-    {"Mistral", "mistral", "MistralForCausalLM", 0, QK_NORM_NONE, 0, 0, 0, 1e-6f},
-    {"SmolLM3", "smollm3", "SmolLM3ForCausalLM", 0, QK_NORM_NONE, 0, 0, 1, 1e-6f},
-    {"Qwen2", "qwen2", "Qwen2ForCausalLM", 1, QK_NORM_NONE, 0, 0, 0, 1e-6f},
-    {"Qwen3", "qwen3", "Qwen3ForCausalLM", 0, QK_NORM_HEAD, 0, 0, 0, 1e-6f},
-    {"OLMo", "olmo", "OlmoForCausalLM", 0, QK_NORM_NONE, 1, 0, 0, 1e-5f},
-    {"OLMo 2", "olmo2", "Olmo2ForCausalLM", 0, QK_NORM_ALL, 0, 1, 0, 1e-5f},
+    {"Llama", "llama", "LlamaForCausalLM", 0, QK_NORM_NONE, 0, 0, 0, 0, 1e-6f},
+    {"Mistral", "mistral", "MistralForCausalLM", 0, QK_NORM_NONE, 0, 0, 1, 0, 1e-6f},
+    {"SmolLM3", "smollm3", "SmolLM3ForCausalLM", 0, QK_NORM_NONE, 0, 0, 1, 1, 1e-6f},
+    {"Qwen2", "qwen2", "Qwen2ForCausalLM", 1, QK_NORM_NONE, 0, 0, 1, 0, 1e-6f},
+    {"Qwen3", "qwen3", "Qwen3ForCausalLM", 0, QK_NORM_HEAD, 0, 0, 1, 0, 1e-6f},
+    {"OLMo", "olmo", "OlmoForCausalLM", 0, QK_NORM_NONE, 1, 0, 0, 0, 1e-5f},
+    {"OLMo 2", "olmo2", "Olmo2ForCausalLM", 0, QK_NORM_ALL, 0, 1, 0, 0, 1e-5f},
 };
 
 // The family of a model_type of n characters; FAMILIES if there is none.
@@ -101,7 +102,11 @@ typedef struct {
     KeyRule rule;
 } FamilyKey;
 
-enum { EVERY_FAMILY = (1 << FAMILIES) - 1 };
+enum {
+    EVERY_FAMILY = (1 << FAMILIES) - 1,
+    WINDOW_FAMILIES = 1 << FAMILY_MISTRAL | 1 << FAMILY_SMOLLM3 | 1 << FAMILY_QWEN2 | 1 << FAMILY_QWEN3,
+    NO_WINDOW_FAMILIES = EVERY_FAMILY & ~WINDOW_FAMILIES
+};
 
 // Keys and the values at which they are harmless. To add one: find out what every class named above does with it.
 // clang-format off
@@ -117,11 +122,12 @@ static const FamilyKey family_keys[] = {
     {"rope_scaling", EVERY_FAMILY, KEY_ANY}, {"rope_parameters", EVERY_FAMILY, KEY_ANY},
     {"bos_token_id", EVERY_FAMILY, KEY_ANY}, {"eos_token_id", EVERY_FAMILY, KEY_ANY},
     {"no_rope_layers", 1 << FAMILY_SMOLLM3, KEY_ANY}, {"no_rope_layer_interval", 1 << FAMILY_SMOLLM3, KEY_ANY},
-    // windows: the size alone says nothing where use_sliding_window is asked too
-    {"sliding_window", 1 << FAMILY_MISTRAL | 1 << FAMILY_SMOLLM3 | 1 << FAMILY_QWEN2 | 1 << FAMILY_QWEN3, KEY_ANY},
-    {"sliding_window", 1 << FAMILY_LLAMA | 1 << FAMILY_OLMO | 1 << FAMILY_OLMO2, KEY_NULL},
-    {"use_sliding_window", EVERY_FAMILY, KEY_OFF}, {"max_window_layers", EVERY_FAMILY, KEY_ANY},
-    {"layer_types", EVERY_FAMILY, KEY_FULL},
+    // windows, which a Mistral has without use_sliding_window
+    {"sliding_window", WINDOW_FAMILIES, KEY_ANY}, {"sliding_window", NO_WINDOW_FAMILIES, KEY_NULL},
+    {"use_sliding_window", WINDOW_FAMILIES & ~(1 << FAMILY_MISTRAL), KEY_ANY},
+    {"use_sliding_window", NO_WINDOW_FAMILIES | 1 << FAMILY_MISTRAL, KEY_OFF},
+    {"max_window_layers", EVERY_FAMILY, KEY_ANY},
+    {"layer_types", WINDOW_FAMILIES, KEY_ANY}, {"layer_types", NO_WINDOW_FAMILIES, KEY_FULL},
     // variants of the layer
     {"attention_bias", EVERY_FAMILY, KEY_OFF}, {"mlp_bias", EVERY_FAMILY, KEY_OFF},
     {"clip_qkv", EVERY_FAMILY, KEY_NULL}, {"partial_rotary_factor", EVERY_FAMILY, KEY_ONE},

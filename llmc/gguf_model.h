@@ -185,8 +185,9 @@ static inline int gguf_check_keys(const json_t *config, const json_t *metadata, 
     if (gguf_must_be(metadata, arch, "expert_count", 0, where) ||
         gguf_must_be(metadata, arch, "attention.layer_norm_epsilon", (double)1e-5f, where))
         return -1;
-    if (json_number_value(window) > 0 && json_number_value(window) < context)
-        return error_set("%s: %s.attention.sliding_window is not supported", where, arch);
+    if (strcmp(arch, "llama") != 0 && json_number_value(window) > 0 && json_number_value(window) < context)
+        return error_set("%s: %s.attention.sliding_window is not supported: which layers have it is not said", where,
+                         arch);
     if (gguf_must_be(metadata, arch, "attention.value_length", head_dim, where)) return -1;
     return gguf_must_be(metadata, arch, "rope.dimension_count", head_dim, where);
 }
@@ -251,6 +252,15 @@ static inline int gguf_config_rope(json_t *config, const SafeTensors *file, cons
     return json_object_set_new(config, "rope_scaling", scaling);
 }
 
+// A llama with a window shorter than its context is a Mistral.
+static inline void gguf_config_window(json_t *config, const json_t *metadata, const char *arch) {
+    const json_t *window = gguf_get(metadata, arch, "attention.sliding_window");
+    double context = json_number_value(json_object_get(config, "max_position_embeddings"));
+    if (strcmp(arch, "llama") != 0 || !(json_number_value(window) > 0 && json_number_value(window) < context)) return;
+    json_object_set_new(config, "model_type", json_string("mistral"));
+    json_object_set(config, "sliding_window", (json_t *)window);
+}
+
 // The head size is written only where it is not hidden_size / num_attention_heads, or as that of RoPE.
 static inline void gguf_config_head_dim(json_t *config, const json_t *metadata, const char *arch) {
     json_int_t C = json_integer_value(json_object_get(config, "hidden_size"));
@@ -292,6 +302,7 @@ static inline json_t *gguf_config(const SafeTensors *file) {
     int result = config != NULL ? gguf_config_keys(config, file->metadata, arch, file->path) : -1;
     if (result == 0) gguf_config_head_dim(config, file->metadata, arch);
     if (result == 0) result = gguf_check_keys(config, file->metadata, arch, file->path);
+    if (result == 0) gguf_config_window(config, file->metadata, arch);
     if (result == 0) gguf_config_rest(config, file, arch);
     if (result == 0) result = gguf_config_rope(config, file, arch);
     if (result == 0) return config;
@@ -354,6 +365,8 @@ static inline int gguf_export_family(const json_t *config, const char *path) {
     int family = type != NULL ? gguf_family(NULL, type) : -1;
     if (family >= 0 && strcmp(type, "smollm3") == 0 && !gguf_skips_fourth(config))
         return error_set("%s: a GGUF cannot say which layers of a SmolLM3 have no RoPE but every fourth", path);
+    if (family >= 0 && json_is_true(json_object_get(config, "use_sliding_window")))
+        return error_set("%s: a GGUF cannot say which layers of a %s have a sliding window", path, type);
     if (family < 0)
         error_set("%s: a model of type '%.40s' has no GGUF architecture here", path, type != NULL ? type : "");
     return family;
@@ -363,6 +376,7 @@ static inline int gguf_export_family(const json_t *config, const char *path) {
 static inline json_t *gguf_metadata(const json_t *config, const RopeConfig *rope, int family, Dtype dtype) {
     char key[GGUF_MAX_NAME + 1];
     const char *arch = gguf_families[family].arch;
+    json_int_t window = json_integer_value(json_object_get(config, "sliding_window"));
     int file_type = dtype == DTYPE_F32 ? 0 : dtype == DTYPE_F16 ? 1 : 32;
     json_t *metadata = json_pack("{s:s, s:i, s:i}", "general.architecture", arch, "general.file_type", file_type,
                                  "general.alignment", GGUF_ALIGNMENT);
@@ -377,6 +391,7 @@ static inline json_t *gguf_metadata(const json_t *config, const RopeConfig *rope
     } rest[] = {{"attention.value_length", json_incref(json_object_get(config, "head_dim"))},
                 {"rope.dimension_count", json_incref(json_object_get(config, "head_dim"))},
                 {"vocab_size", json_incref(json_object_get(config, "vocab_size"))},
+                {"attention.sliding_window", window > 0 ? json_integer(window) : NULL},
                 {"rope.freq_base", json_from_float(rope->theta)},
                 {"attention.layer_norm_epsilon", strcmp(arch, "olmo") == 0 ? json_from_float(1e-5f) : NULL},
                 {"rope.scaling.original_context_length", rope->scaled ? json_integer(rope->original_context) : NULL},

@@ -1,4 +1,5 @@
-// Reads the .bin files of llama2.c: fp32 weights in a fixed order behind a few sizes, little-endian.
+// Reads the .bin files of llama2.c: weights in a fixed order behind a few sizes, little-endian; fp32, in version 2 int8
+// with a scale for each group of values.
 //
 //   version 0, 28 bytes:  i32 dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative: the head is not the
 //                         embedding), seq_len
@@ -6,6 +7,8 @@
 //     (seq_len * head size / 2 each, not used); the head if it is another matrix
 //   version 1, 256 bytes: u32 0x616b3432, i32 1, the same seven sizes, u8 1 if the head is the embedding
 //     of all layers: norms, norms; last norm; embedding; of all layers: wq, wk, wv, wo, w1, w2, w3; the head if another
+//   version 2, 256 bytes: as version 1 with i32 2, and at byte 37 an i32, the values of a group
+//     as version 1; a matrix, of each layer, is its int8 values and behind them its fp32 scales: value = q * scale
 // Valid only if the file is exactly as long as its sizes say. RoPE has base 10000 and pairs neighbouring rows; norms
 // have eps 1e-5. The tokenizer is a file of its own, as a rule tokenizer.bin beside the model; it is not read here.
 //
@@ -15,6 +18,7 @@
 #define LLMC_LLAMA2C_H
 
 #include <jansson.h> // names, config
+#include <math.h>    // INFINITY
 #include <stdint.h>  // fixed-width integers
 
 #include "error.h"
@@ -27,6 +31,7 @@ typedef struct {
     int version;
     int64_t dim, hidden, layers, heads, kv_heads, vocab, context;
     int tied;
+    int group;     // values that have a scale, of version 2; else 0
     uint64_t data; // where the weights begin
 } Llama2cHeader;
 
@@ -35,7 +40,7 @@ typedef struct {
 static const struct {
     const char *name;
     char rows, columns; // d dim, h hidden, k keys' width, v vocabulary, 1 for a vector's columns, r a table of RoPE
-    int version_0, version_1; // place in the file, -1: not in it
+    int version_0, version_1; // place in the file, -1: not in it; version 2 is as 1
 } llama2c_tensors[] = {
     {"model.embed_tokens.weight", 'v', 'd', 0, 3},
     {LLAMA2C_LAYER "input_layernorm.weight", 'd', '1', 1, 0},
@@ -70,6 +75,8 @@ static inline int llama2c_read_header(Llama2cHeader *header, const uint8_t *data
     header->dim = sizes[0], header->hidden = sizes[1], header->layers = sizes[2], header->heads = sizes[3];
     header->kv_heads = sizes[4], header->vocab = sizes[5], header->context = sizes[6];
     header->data = has_magic ? 256 : 28;
+    header->group = 0;
+    if (header->version == 2) memcpy(&header->group, data + 37, 4);
     const int64_t most[7] = {1 << 20, 1 << 22, 4096, 1 << 14, 1 << 14, 1 << 24, 1 << 24};
     for (int i = 0; i < 7; i++)
         if (sizes[i] < 1 || sizes[i] > most[i]) return 0;
@@ -89,13 +96,37 @@ static inline int64_t llama2c_size(const Llama2cHeader *header, char letter) {
     }
 }
 
+// The scales of a tensor: no weight has one below zero or one that is not finite. The first exporter of version 2,
+// whose files nothing reads, wrote all scales behind all matrices: they fail here.
+static inline int llama2c_check_scales(const SafeTensors *file, const SafeTensor *tensor) {
+    int64_t n = tensor->shape[0] * tensor->shape[1] / tensor->group;
+    float scale;
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(&scale, tensor->scales + 4 * i, 4);
+        if (!(scale >= 0.0f && scale < INFINITY))
+            return error_set("%s: %s: scale %lld is %g; in version 2 the scales of a matrix lie behind it, as runq.c "
+                             "reads them",
+                             file->path, tensor->name, (long long)i, (double)scale);
+    }
+    return 0;
+}
+
+// Bytes of a matrix or vector of so many values.
+static inline uint64_t llama2c_bytes(const Llama2cHeader *header, int is_matrix, uint64_t n) {
+    return is_matrix && header->group > 0 ? n + 4 * (n / (uint64_t)header->group) : 4 * n;
+}
+
 // Adds tensor t of a layer at *at in the file's data, or only moves *at where it has no name.
 static inline int llama2c_add(SafeTensors *file, const Llama2cHeader *header, int t, int layer, uint64_t *at) {
     char name[96];
     int64_t rows = llama2c_size(header, llama2c_tensors[t].rows);
     int64_t columns = llama2c_size(header, llama2c_tensors[t].columns);
-    uint64_t begin = *at; // sizes are below 2^24 each and there are few of them: no overflow
-    *at += 4 * (uint64_t)rows * (uint64_t)columns;
+    uint64_t begin = *at, n = (uint64_t)rows * (uint64_t)columns; // sizes are below 2^24 each: no overflow
+    int is_matrix = llama2c_tensors[t].columns != '1';
+    if (is_matrix && header->group > 0 && n % (uint64_t)header->group != 0)
+        return error_set("%s: a matrix of %llu values is not in groups of %d", file->path, (unsigned long long)n,
+                         header->group);
+    *at += llama2c_bytes(header, is_matrix, n);
     if (*at > file->map.size)
         return error_set("%s: the sizes of this llama2.c file ask for more than its %zu bytes; is it cut short?",
                          file->path, file->map.size);
@@ -104,17 +135,26 @@ static inline int llama2c_add(SafeTensors *file, const Llama2cHeader *header, in
     if (json_object_set_new(file->header, name, json_null()) != 0) return error_set("%s: out of memory", file->path);
     SafeTensor *tensor = &file->tensors[file->n_tensors++];
     tensor->name = json_object_iter_key(json_object_iter_at(file->header, name));
-    tensor->dtype = DTYPE_F32, tensor->n_dims = llama2c_tensors[t].columns == '1' ? 1 : 2;
+    tensor->dtype = DTYPE_F32, tensor->n_dims = is_matrix ? 2 : 1;
     tensor->shape[0] = rows, tensor->shape[1] = columns;
     tensor->begin = begin, tensor->end = *at, tensor->data = file->map.data + begin;
     if (strstr(name, ".q_proj.") != NULL || strstr(name, ".k_proj.") != NULL)
         tensor->interleaved = (int)(header->dim / header->heads);
-    return 0;
+    if (!is_matrix || header->group == 0) return 0;
+    tensor->dtype = DTYPE_I8, tensor->end = begin + n;
+    tensor->scales = tensor->data + n, tensor->group = header->group;
+    return llama2c_check_scales(file, tensor);
 }
 
 // The table of an opened file, in the order of its data.
 static inline int llama2c_table(SafeTensors *file, const Llama2cHeader *header) {
     uint64_t at = header->data;
+    if (header->version < 0 || header->version > 2)
+        return error_set("%s: a llama2.c file of version %d; versions 0, 1 and 2 are read", file->path,
+                         header->version);
+    if (header->version == 2 && (header->group < 1 || header->group > 1 << 20))
+        return error_set("%s: groups of %d values; a llama2.c file of version 2 has 1 to 1048576", file->path,
+                         header->group);
     file->header = json_object();
     file->tensors = (SafeTensor *)calloc((size_t)(LLAMA2C_TENSORS * header->layers), sizeof *file->tensors);
     if (file->tensors == NULL || file->header == NULL) return error_set("%s: out of memory", file->path);
@@ -141,10 +181,6 @@ static inline int llama2c_open(SafeTensors *file, Llama2cHeader *header, const c
     int result = 0;
     if (!llama2c_read_header(header, file->map.data, file->map.size))
         result = error_set("%s: not a llama2.c file", path);
-    else if (header->version > 1)
-        result = error_set("%s: a llama2.c file of version %d; versions 0 and 1 (fp32) are read, export it with "
-                           "--version 1",
-                           path, header->version);
     if (result == 0) result = llama2c_table(file, header);
     if (result) safetensors_close(file);
     return result;

@@ -319,7 +319,7 @@ static inline const SafeTensor *model_file_expect(const ModelFile *file, const c
         error_set("%s: %s has shape %s, the config asks for %s", path, name, found, wanted);
         return NULL;
     }
-    if (tensor->dtype > DTYPE_F16 && tensor->dtype < DTYPE_SAFETENSORS) {
+    if (tensor->dtype > DTYPE_F16 && tensor->dtype < DTYPE_SAFETENSORS && tensor->scales == NULL) {
         error_set("%s: %s has dtype %s; only F32, BF16 and F16 are read", path, name, dtype_name(tensor->dtype));
         return NULL;
     }

@@ -31,9 +31,11 @@ typedef struct {
     Dtype dtype;
     int n_dims;
     int64_t shape[SAFETENSORS_MAX_DIMS];
-    uint64_t begin, end; // in the data area
-    const uint8_t *data; // not aligned
-    int interleaved;     // head size of a Q or K whose rows pair 2i with 2i+1 for RoPE, as Meta's do; 0: half-split
+    uint64_t begin, end;   // in the data area
+    const uint8_t *data;   // not aligned
+    const uint8_t *scales; // of I8 that are weights: fp32, one for every `group` values; NULL: they are none
+    int group;
+    int interleaved; // head size of a Q or K whose rows pair 2i with 2i+1 for RoPE, as Meta's do; 0: half-split
 } SafeTensor;
 
 typedef struct {
@@ -170,6 +172,16 @@ static inline int64_t safetensor_count(const SafeTensor *tensor) {
     return (int64_t)((tensor->end - tensor->begin) / dtype_size(tensor->dtype)) * dtype_block(tensor->dtype);
 }
 
+// I8 with a scale for every group of values.
+static inline void safetensor_read_groups(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
+    float scale = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = first + i;
+        if (i == 0 || at % tensor->group == 0) memcpy(&scale, tensor->scales + 4 * (at / tensor->group), 4);
+        out[i] = scale * (float)(int8_t)tensor->data[at];
+    }
+}
+
 // Elements in the order in which they lie in the file.
 static inline int safetensor_read_stored(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
     if (tensor->dtype >= DTYPE_SAFETENSORS) {
@@ -192,8 +204,13 @@ static inline int safetensor_read_stored(float *out, const SafeTensor *tensor, i
             out[i] = float_of_half(half);
         }
         return 0;
-    default: return error_set("%s: dtype %s; only F32, BF16 and F16 are read", tensor->name, dtype_name(tensor->dtype));
+    case DTYPE_I8:
+        if (tensor->scales == NULL) break;
+        safetensor_read_groups(out, tensor, first, n);
+        return 0;
+    default: break;
     }
+    return error_set("%s: dtype %s; only F32, BF16 and F16 are read", tensor->name, dtype_name(tensor->dtype));
 }
 
 // Where the file has a row that is half-split: i of a head's first half lies at 2i, i of its second at 2i+1.
@@ -203,7 +220,7 @@ static inline int64_t safetensor_stored_row(const SafeTensor *tensor, int64_t ro
 }
 
 // out (n) = the tensor's elements from `first` on, widened to fp32, rows of heads half-split. The dtype must be F32,
-// BF16, F16 or blocks of a GGUF.
+// BF16, F16, blocks of a GGUF or I8 with scales.
 static inline int safetensor_read(float *out, const SafeTensor *tensor, int64_t first, int64_t n) {
     int64_t columns = tensor->n_dims > 1 ? tensor->shape[1] : 1, at = first;
     if (tensor->interleaved == 0) return safetensor_read_stored(out, tensor, first, n);

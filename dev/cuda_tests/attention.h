@@ -1,14 +1,15 @@
 // Attention against plain loops in double. T on both sides of every tile's edge, heads of each tensor-core size and of
 // each plain tile, rows that do not fit 16 bytes, queries fewer than keys, documents that end inside tiles, on their
-// edges and after one token. The bound is twice the error of the same loops in the kernels' precision.
-// Must fail for: zeros, a head mapped to the wrong kv head, the diagonal masked out, documents ignored, a group's heads
-// not all added, rows of padding counted.
+// edges and after one token, windows of every length. The bound is twice the error of the same loops in the kernels'
+// precision. Must fail for: zeros, a head mapped to the wrong kv head, the diagonal masked out, documents or the window
+// ignored, a group's heads not all added, rows of padding counted.
 #include "../../llmc/attention.cuh"
 
 typedef struct {
     int B, Tq, Tk, NH, NKV, HD;
     int pad;       // columns of a joint row that belong to nobody
     int documents; // 1: the sequences are packed
+    int window;
 } AttentionCase;
 
 // Host arrays of one case. Rows of q, of k and v, and of their gradients are joint rows of `stride`.
@@ -55,6 +56,7 @@ static void attention_query(AttentionResult<Real> r, const AttentionInput *in, i
     const AttentionShape *s = &in->s;
     int HD = s->HD, position = s->Tk - s->Tq + i, kv_head = head / (s->NH / s->NKV);
     int start = s->starts != NULL ? s->starts[(size_t)b * s->Tk + position] : 0;
+    while (s->window > 0 && position - start >= s->window) start++;
     const float *q = in->q + ((size_t)b * s->Tq + i) * s->q_stride + (size_t)head * HD;
     size_t out_at = (((size_t)b * s->Tq + i) * s->NH + head) * HD;
     Real scale = 1 / sqrt((Real)HD), top = -INFINITY, total = 0, delta = 0;
@@ -113,8 +115,8 @@ static void attention_check(const float *value, const double *exact, float *plai
     double tol = 2.0 * relative_error(plain, expected, n), error = relative_error(value, expected, n);
     if (tol < 5e-7) tol = 5e-7; // few and exact values: the plain loops may be right by luck
     check(error <= tol && tol < 0.1,
-          "%s: relative error %.3g, at most %.3g allowed (B %d, T %d of %d, NH %d/%d, HD %d)", what, error, tol, c->B,
-          c->Tq, c->Tk, c->NH, c->NKV, c->HD);
+          "%s: relative error %.3g, at most %.3g allowed (B %d, T %d of %d, NH %d/%d, HD %d, window %d)", what, error,
+          tol, c->B, c->Tq, c->Tk, c->NH, c->NKV, c->HD, c->window);
     free(expected);
 }
 
@@ -173,7 +175,7 @@ static void attention_case(const AttentionCase *c) {
     float *x = host_random_x(n, 40, 1.5f), *queries = host_random_x(n_q, 41, 1.5f),
           *dout = host_random_x(n_out, 42, 1.0f);
     if (c->Tq == c->Tk) memcpy(queries, x, sizeof(float) * (size_t)n);
-    AttentionShape s = {c->B, c->Tq, c->Tk, c->NH, c->NKV, c->HD, stride, stride, starts};
+    AttentionShape s = {c->B, c->Tq, c->Tk, c->NH, c->NKV, c->HD, stride, stride, starts, c->window};
     AttentionInput in = {s, queries, x + A, x + A + KV, dout};
     int tensor = sizeof(floatX) == 2 && (c->HD == 64 || c->HD == 96 || c->HD == 128) && c->pad % 8 == 0;
     AttentionRounding<double> none = {round_not<double>, round_not<double>};
@@ -201,21 +203,26 @@ static void attention_case(const AttentionCase *c) {
 
 static void test_cuda_attention(void) {
     static const AttentionCase cases[] = {
-        {1, 1, 1, 2, 2, 64, 0, 0},      {2, 5, 5, 4, 2, 64, 0, 0},    {1, 63, 63, 3, 1, 64, 0, 0},
-        {1, 64, 64, 2, 2, 64, 8, 0},    {1, 65, 65, 4, 2, 64, 0, 0},  {1, 130, 130, 3, 1, 64, 0, 0},
-        {2, 210, 210, 2, 1, 64, 0, 1},  {1, 1, 130, 4, 2, 64, 0, 0},  {2, 70, 130, 2, 2, 64, 0, 1},
-        {1, 65, 65, 2, 1, 64, 2, 1},    {2, 5, 5, 4, 2, 96, 0, 0},    {1, 130, 130, 3, 1, 96, 0, 1},
-        {1, 3, 65, 2, 1, 96, 0, 0},     {1, 65, 65, 2, 2, 96, 0, 0},  {1, 63, 63, 2, 2, 128, 0, 0},
-        {1, 130, 130, 2, 1, 128, 0, 1}, {1, 64, 64, 2, 1, 128, 0, 0}, {2, 2, 66, 2, 1, 128, 0, 1},
-        {1, 130, 130, 3, 1, 48, 0, 0},  {2, 64, 64, 2, 1, 48, 0, 1},  {2, 65, 65, 2, 1, 80, 0, 1},
-        {1, 5, 64, 2, 2, 80, 0, 0},     {2, 130, 130, 4, 2, 6, 0, 1}, {1, 1, 1, 2, 1, 6, 0, 0},
-        {1, 35, 35, 2, 1, 256, 0, 1},   {1, 5, 33, 2, 2, 250, 0, 0},
+        {1, 1, 1, 2, 2, 64, 0, 0, 0},       {2, 5, 5, 4, 2, 64, 0, 0, 0},      {1, 63, 63, 3, 1, 64, 0, 0, 0},
+        {1, 64, 64, 2, 2, 64, 8, 0, 0},     {1, 65, 65, 4, 2, 64, 0, 0, 0},    {1, 130, 130, 3, 1, 64, 0, 0, 0},
+        {2, 210, 210, 2, 1, 64, 0, 1, 0},   {1, 1, 130, 4, 2, 64, 0, 0, 0},    {2, 70, 130, 2, 2, 64, 0, 1, 0},
+        {1, 65, 65, 2, 1, 64, 2, 1, 0},     {2, 5, 5, 4, 2, 96, 0, 0, 0},      {1, 130, 130, 3, 1, 96, 0, 1, 0},
+        {1, 3, 65, 2, 1, 96, 0, 0, 0},      {1, 65, 65, 2, 2, 96, 0, 0, 0},    {1, 63, 63, 2, 2, 128, 0, 0, 0},
+        {1, 130, 130, 2, 1, 128, 0, 1, 0},  {1, 64, 64, 2, 1, 128, 0, 0, 0},   {2, 2, 66, 2, 1, 128, 0, 1, 0},
+        {1, 130, 130, 3, 1, 48, 0, 0, 0},   {2, 64, 64, 2, 1, 48, 0, 1, 0},    {2, 65, 65, 2, 1, 80, 0, 1, 0},
+        {1, 5, 64, 2, 2, 80, 0, 0, 0},      {2, 130, 130, 4, 2, 6, 0, 1, 0},   {1, 1, 1, 2, 1, 6, 0, 0, 0},
+        {1, 35, 35, 2, 1, 256, 0, 1, 0},    {1, 5, 33, 2, 2, 250, 0, 0, 0},    {1, 65, 65, 2, 1, 64, 0, 0, 5},
+        {2, 210, 210, 2, 1, 64, 0, 1, 40},  {1, 200, 200, 2, 2, 64, 0, 0, 64}, {1, 300, 300, 1, 1, 64, 0, 0, 2},
+        {2, 70, 130, 2, 2, 64, 0, 0, 33},   {1, 1, 130, 4, 2, 64, 0, 0, 65},   {1, 130, 130, 3, 1, 96, 0, 1, 31},
+        {1, 130, 130, 2, 1, 128, 0, 0, 17}, {2, 2, 66, 2, 1, 128, 0, 1, 60},   {1, 63, 63, 2, 2, 128, 0, 0, 200},
+        {1, 130, 130, 3, 1, 48, 0, 0, 64},  {2, 65, 65, 2, 1, 80, 0, 1, 10},   {1, 5, 64, 2, 2, 80, 0, 0, 3},
+        {2, 130, 130, 4, 2, 6, 0, 1, 65},   {1, 35, 35, 2, 1, 256, 0, 0, 16},  {1, 5, 33, 2, 2, 250, 0, 0, 20},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) attention_case(&cases[i]);
 
     Stream *stream = NULL; // of its own: it fails
     need(stream_create(&stream, PRECISION_BF16, 1), "start");
-    AttentionShape wide = {1, 1, 1, 1, 1, 258, 258, 258, NULL};
+    AttentionShape wide = {1, 1, 1, 1, 1, 258, 258, 258, NULL, 0};
     attention_forward(NULL, NULL, NULL, NULL, NULL, wide, stream);
     check(stream_check(stream) != 0, "heads of 258 were accepted");
     check_message("heads of up to 256", "heads of 258");

@@ -44,7 +44,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     file.map.data = bytes, file.map.size = size;
     if (size >= 4 && memcmp(bytes, "GGUF", 4) == 0)
         fuzz_gguf(&file);
-    else if (llama2c_read_header(&header, bytes, size) && header.version < 2 && llama2c_table(&file, &header) == 0)
+    else if (llama2c_read_header(&header, bytes, size) && llama2c_table(&file, &header) == 0)
         fuzz_read(&file);
     free(file.tensors);
     json_decref(file.header);
@@ -106,14 +106,16 @@ static size_t fuzz_sample(uint8_t *data, size_t max_size, unsigned seed) {
 
 // A llama2.c file that is as long as its sizes ask for, or one byte longer.
 static size_t fuzz_llama2c(uint8_t *data, size_t max_size, unsigned seed) {
-    int version = seed % 2, tied = seed % 3 != 0;
-    int32_t words[7] = {8, 9, 1, 2, 1, tied || version > 0 ? 11 : -11, 6}, magic[2] = {0x616b3432, 1};
-    size_t size = version > 0 ? 256 + 4 * 520 : 28 + 4 * 544; // a table of RoPE more
-    size += (tied ? 0 : 4 * 88) + (seed % 5 == 0);
+    int version = (int)(seed / 6 % 3), tied = seed % 3 != 0;
+    int32_t words[7] = {8, 9, 1, 2, 1, tied || version > 0 ? 11 : -11, 6}, magic[2] = {0x616b3432, version};
+    size_t size = version == 0 ? 28 + 4 * 544 : 256 + 4 * 520; // a table of RoPE more
+    if (version == 2) size = 256 + 4 * 24 + 496 + 4 * 62;      // in groups of 8
+    size += (tied ? 0 : version == 2 ? 88 + 44 : 4 * 88) + (seed % 5 == 0);
     if (size > max_size) return 0;
     memset(data, 0, size);
     memcpy(data + (version > 0 ? 8 : 0), words, sizeof words);
     if (version > 0) memcpy(data, magic, sizeof magic), data[36] = (uint8_t)tied;
+    if (version == 2) data[37] = 8;
     return size;
 }
 
