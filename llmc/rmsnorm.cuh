@@ -134,7 +134,8 @@ static inline void rmsnorm_forward(floatX *out, float *rstd, const floatX *x, co
         LAUNCH((rmsnorm_forward_kernel<1>), grid, block, 0, stream, out, rstd, x, weight, N, C, eps);
 }
 
-// dx (N, C) +=, dweight (C) += unless it is NULL, dout, x (N, C), weight (C), rstd (N). Needs min(N, 512)*C floats of scratch.
+// dx (N, C) +=, dweight (C) += unless it is NULL, dout, x (N, C), weight (C), rstd (N). Needs min(N, 512)*C floats of
+// scratch.
 static inline void rmsnorm_backward(floatX *dx, float *dweight, const floatX *dout, const floatX *x,
                                     const float *weight, const float *rstd, int N, int C, Stream *stream) {
     int packed = C % FLOATX_WIDTH == 0 && aligned_16(dx, dout, x, weight), packs = packed ? C / FLOATX_WIDTH : C;

@@ -51,8 +51,8 @@ rm -rf "$run"
 ./train -m "$model" -d "$folder/train.jsonl" --val-data "$folder/val.jsonl" -p 0.95 -b 4 -t 256 -n "$steps" \
     --val-every "$steps" --val-tokens 8192 --save-every "$steps" --keep 1 -o "$run" $options
 echo "== after"
-held_out "$run/latest/model.bin"
-answers "$run/latest/model.bin" after
-./train -m "$run/latest/model.bin" --export "$folder/hf"
-./train -m "$run/latest/model.bin" --export "$folder/medical.gguf"
+held_out "$run"
+answers "$run" after
+./train -m "$run" --export "$folder/hf"
+./train -m "$run" --export "$folder/medical.gguf"
 held_out "$folder/medical.gguf"

@@ -1,13 +1,11 @@
 """Dumps what PEFT computes with adapters beside the tiny models of dump_families.py, for test_gpt to compare with.
 
     python3 dev/reference/dump_lora.py data/fixtures/families data/fixtures/lora [NAME...]
-    python3 dev/reference/dump_lora.py --check FOLDER   # PEFT loads a run's adapters: loss of the dump's batch
 
 Needs torch, transformers and peft. Writes, per case NAME:
     NAME/adapter_config.json, NAME/adapter_model.safetensors   the adapters as PEFT saves them
     NAME.dump                                                  safetensors: tokens, targets, logits, loss, grad.*
 """
-import json
 import os
 import sys
 
@@ -63,19 +61,7 @@ def dump_case(families, folder, name):
     print(f"{name}: loss {loss.item():.6f}, torch {torch.__version__}, peft {peft.__version__}")
 
 
-def check(folder):
-    with open(os.path.join(folder, "adapter_config.json")) as file:
-        base = json.load(file)["base_model_name_or_path"]
-    model = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float(), folder)
-    _, loss = loss_of(model.eval(), load_file(base.rstrip("/") + ".dump"))
-    print(f"loss {loss.item():.7f}")
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--check":
-        check(sys.argv[2])
-    else:
-        os.makedirs(sys.argv[2], exist_ok=True)
-        for case in sys.argv[3:] or CASES:
-            dump_case(sys.argv[1], sys.argv[2], case)
+    os.makedirs(sys.argv[2], exist_ok=True)
+    for case in sys.argv[3:] or CASES:
+        dump_case(sys.argv[1], sys.argv[2], case)
