@@ -11,6 +11,7 @@
 #   make fuzz               any bytes as files, messages, tables and frames, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
+#   WERROR=1                warnings are errors of test programs too, which are built with more optimization than lint's
 #   ZMQ=0                   without ZeroMQ, that is without a network, though libzmq is here
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
 #   DEPS=dir                the same for the libraries of CUDA builds (scripts/gpu_deps.sh)
@@ -21,7 +22,7 @@ NVCC ?= nvcc
 CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
-BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
+BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS) $(if $(WERROR),-Werror)
 LIBS := -ldnnl -lopenblas -ljansson -lpcre2-8 -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
@@ -70,10 +71,11 @@ CUDA_FLAGS += -I$(DEPS)/include
 CUDA_LIBS += -L$(DEPS)/lib -Xlinker -rpath,$(abspath $(DEPS)/lib),-rpath-link,$(abspath $(DEPS)/lib)
 endif
 
+# -g1, lines alone: with variables too the compiler takes four times as long.
 ifeq ($(SANITIZE),1)
-TEST_FLAGS := -O1 -g -march=native -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+TEST_FLAGS := -O1 -g1 -march=native -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 else ifeq ($(SANITIZE),thread)
-TEST_FLAGS := -O1 -g -march=native -fsanitize=thread
+TEST_FLAGS := -O1 -g1 -march=native -fsanitize=thread
 TEST_ENV := OMP_THREAD_LIMIT=1 TSAN_OPTIONS="halt_on_error=1 suppressions=$(CURDIR)/dev/tsan.supp"
 else
 TEST_FLAGS := $(CFLAGS)
@@ -100,7 +102,7 @@ else
 	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) train_gpt.cu -o $@ $(LIBS)
 endif
 
-build/test_gpt$(SANITIZE): test_gpt.cu train_gpt.cu $(HEADERS) Makefile
+build/test_gpt$(SANITIZE) build/onednn3/test_gpt: test_gpt.cu train_gpt.cu $(HEADERS) Makefile
 	@mkdir -p build
 	$(CC) -x c -std=c11 $(TEST_FLAGS) $(BASE) test_gpt.cu -o $@ $(LIBS)
 
@@ -210,7 +212,7 @@ lint-format:
 	@clang-format --dry-run -Werror $(SOURCES)
 
 $(LINT_C): lint-c/%:
-	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
+	$(CC) -x c -std=c11 -O1 -march=native $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
 	$(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $*
 
 $(LINT_CUDA): lint-cuda/%:

@@ -9007,6 +9007,14 @@ static int chdir_beside(const char *path, const char *name) {
     return path_join(target, folder, name) || chdir(target) != 0;
 }
 
+// Whether test `i` is this process's: TEST_PART=k/n leaves it every n-th from k on.
+static int is_in_part(size_t i) {
+    const char *part = getenv("TEST_PART");
+    unsigned k, n;
+    if (part == NULL || sscanf(part, "%u/%u", &k, &n) != 2 || n == 0) return 1;
+    return i % n == k;
+}
+
 // The executable is also the program under test: `test_gpt --program WORDS` is `train WORDS`, with faults on request.
 static int program_under_test(int argc, char **argv) {
     const char *die_at = getenv("TEST_DIE_AT"), *limit = getenv("TEST_FILE_LIMIT"), *home = getenv("TEST_FOLDER");
@@ -9031,6 +9039,7 @@ int main(int argc, char **argv) {
     }
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
         if (argc > 1 ? strstr(tests[i].name, argv[1]) == NULL : is_left_out(tests[i].name)) continue;
+        if (!is_in_part(i)) continue;
         int failed = checks_failed;
         double start = seconds();
         test_name = tests[i].name;
