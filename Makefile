@@ -11,7 +11,6 @@
 #   make fuzz               any bytes as files, messages, tables and frames, FUZZ_SECONDS=20 a fuzzer; needs clang with libFuzzer
 #   make plot RUN=dir       loss curves of a run
 #   make lint               format, warnings as errors in C and C++, cppcheck
-#   WERROR=1                warnings are errors of test programs too, which are built with more optimization than lint's
 #   ZMQ=0                   without ZeroMQ, that is without a network, though libzmq is here
 #   DNNL=dir                oneDNN elsewhere than the compiler looks: dir/include, dir/lib
 #   DEPS=dir                the same for the libraries of CUDA builds (scripts/gpu_deps.sh)
@@ -22,7 +21,7 @@ NVCC ?= nvcc
 CFLAGS ?= -O3 -march=native
 WARNINGS := -Wall -Wextra
 # contract=fast lets a*b+c be one rounding; errno of sqrtf is not looked at. Nothing else is relaxed: NaN stays NaN.
-BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS) $(if $(WERROR),-Werror)
+BASE := -D_GNU_SOURCE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fopenmp $(WARNINGS)
 LIBS := -ldnnl -lopenblas -ljansson -lpcre2-8 -lm
 ifdef DNNL
 BASE := -I$(DNNL)/include $(BASE)
@@ -212,7 +211,7 @@ lint-format:
 	@clang-format --dry-run -Werror $(SOURCES)
 
 $(LINT_C): lint-c/%:
-	$(CC) -x c -std=c11 -O1 -march=native $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
+	$(CC) -x c -std=c11 $(CFLAGS) $(BASE) -Wno-unused-function -Werror -c $* -o /dev/null
 	$(CXX) -x c++ -std=c++17 $(BASE) -Wno-unused-function -Werror -fsyntax-only $*
 
 $(LINT_CUDA): lint-cuda/%:

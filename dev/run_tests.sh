@@ -30,7 +30,7 @@ for job in $jobs; do
     if [ "$counts" = "0 0" ]; then continue; fi # no test of this name here
     if [ -z "$counts" ] || [ "$code" != 0 ]; then
         echo "run_tests: $program ended with status $code: $log.log"
-        broken=$((broken + 1))
+        broken=$((broken + 1)) counts=${counts:-0 0}
     fi
     passed=$((passed + ${counts%% *})) failed=$((failed + ${counts##* }))
 done
