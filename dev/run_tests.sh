@@ -11,6 +11,8 @@ if [ "$1" = --job ]; then # run_tests.sh --job NAME PROGRAM:K/N
 fi
 name=$1
 shift
+# Threads that wait for each other sleep: where programs share the cores, spinning makes a test take up to fifty times as long.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 cores=$(nproc)
 jobs=
 for program in "$@"; do
