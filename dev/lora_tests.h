@@ -330,6 +330,12 @@ static void test_lora_meshes(void) {
                                         "--optimizer pipemare"};
     lora_write_base();
     for (size_t i = 0; i < LORA_FEW(sizeof cases / sizeof *cases); i++) check_lora_resumes(cases[i], (int)i, "mesh");
+#ifdef DEVICE_CUDA // each GPU has its own copy of what is frozen
+    if (nccl_devices() < 2) return;
+    check_run(0, NULL, LORA "-n 3 -l 1e-4 --lora-rank 3 -x 2 -o @/lora_gpu1", "done: 3 steps");
+    check_run(0, NULL, LORA "-n 3 -l 1e-4 --lora-rank 3 -x 2 --gpus 2 -o @/lora_gpu2", "done: 3 steps");
+    check_close_models("lora_gpu2/latest/" ADAPTER_WEIGHTS, "lora_gpu1/latest/" ADAPTER_WEIGHTS, model_tol(2e-4, 1e-2));
+#endif
 }
 
 #ifndef DEVICE_CUDA // the float64 filter is the CPU tests'
