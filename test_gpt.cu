@@ -2219,6 +2219,12 @@ static void test_interrupt(void) {
     check_same_run("alone", "killed");
 }
 
+// The number behind `key` in a line of what the last run has said.
+static double said_number(const char *key) {
+    const char *at = strstr(run_output, key);
+    return check(at != NULL, "no '%s' in:\n%s", key, run_output) ? strtod(at + strlen(key), NULL) : (double)NAN;
+}
+
 // The other things the program does, and mistakes people make.
 static void test_program(void) {
     write_corpus();
@@ -8960,6 +8966,9 @@ static const struct {
     {"families_stages", test_families_stages},
     {"families_rotation", test_families_rotation},
     {"families_train", test_families_train},
+#if defined(WITH_ZMQ)
+    {"families_processes", test_families_processes},
+#endif
 #endif
     {"memory_levels", test_memory_levels},
 #ifndef DEVICE_CUDA

@@ -1710,11 +1710,15 @@ static void branch_forward(const Stage *stage, floatX *out, const floatX *x, Bra
     residual_add(out, x, (int64_t)N * C, stream);
 }
 
+// Bytes of a cache for T_max tokens of one sequence.
+static int64_t kv_cache_bytes(const Config *config, int T_max) {
+    return (int64_t)sizeof(floatX) * config->n_layers * T_max * 2 * config_kv_dim(config);
+}
+
 // A cache for T_max tokens of one sequence; device_free its rows.
 static int kv_cache_alloc(KvCache *cache, const Config *config, int T_max) {
-    size_t row = 2 * (size_t)config_kv_dim(config);
     cache->T_max = T_max, cache->used = 0;
-    cache->rows = (floatX *)device_alloc(sizeof(floatX) * (size_t)config->n_layers * (size_t)T_max * row);
+    cache->rows = (floatX *)device_alloc((size_t)kv_cache_bytes(config, T_max));
     return cache->rows != NULL ? 0 : -1;
 }
 
@@ -5336,6 +5340,7 @@ typedef struct {
     char model_path[PATH_MAX]; // what is loaded: -m, or the checkpoint a run goes on from; "" for --init
     char base_path[PATH_MAX];  // the model that adapters belong to
     int B, T, threads;
+    int64_t cache_bytes;        // of what is generated
     int anchored, anchor_delay; // anchor_delay 0: deliver when ready
     MeshDp dp;                  // MESH_DP_NONE with one fast replica
     Precision precision;
@@ -6413,6 +6418,7 @@ typedef struct {
     StageBytes cells;
     int64_t codec;  // the cells' boundaries, tensors' memory
     int64_t anchor; // all of it, with what it learns of the boundaries
+    int64_t caches; // of sequences that are generated
     int64_t host;   // the host's: messages, what the ends of boundaries remember, the entropy coder
 } MeshBytes;
 
@@ -6473,6 +6479,7 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
     }
     if (mesh->n_replicas > 1) bytes.cells.outer += mesh->n_replicas * 4 * largest; // what averages pass through
     bytes.host = mesh->message_bytes;
+    bytes.caches = trainer->cache_bytes;
     for (int i = 0; i < mesh_n_ends(mesh); i++) {
         CodecShape shape = mesh_end_shape(mesh, i, mesh_samples(trainer));
         if (mesh_hosts_end(mesh, i)) bytes.host += codec_end_memory(&mesh->codec, &shape);
@@ -6500,7 +6507,8 @@ static MeshBytes mesh_bytes(const Trainer *trainer) {
 
 // What the device's memory has to hold.
 static int64_t mesh_bytes_device(const MeshBytes *bytes) {
-    return stage_bytes_sum(&bytes->cells) + bytes->codec + bytes->anchor + (DEVICE_IS_HOST ? bytes->host : 0);
+    return stage_bytes_sum(&bytes->cells) + bytes->codec + bytes->anchor + bytes->caches +
+           (DEVICE_IS_HOST ? bytes->host : 0);
 }
 
 // Gives up the bf16 copies of weights where they would not leave a quarter of the memory free.
@@ -6634,8 +6642,9 @@ static void print_plan(const Trainer *trainer) {
     print_count("scratch of the ops", (double)bytes.scratch, "B");
     if (all.anchor > 0) print_count("anchor", (double)all.anchor, "B");
     if (all.codec > 0) print_count("codec", (double)all.codec, "B");
+    if (all.caches > 0) print_count("caches of generation", (double)all.caches, "B");
     print_count("messages, codec (host)", (double)all.host, "B");
-    print_count("in all", (double)(stage_bytes_sum(&bytes) + all.anchor + all.codec + all.host), "B");
+    print_count("in all", (double)(stage_bytes_sum(&bytes) + all.anchor + all.codec + all.caches + all.host), "B");
     if (device_memory() > 0)
         print_count("this device has", (double)device_memory(), "B");
     else
@@ -9499,16 +9508,21 @@ static int answers_path(const Options *opts, char *path, size_t size) {
 
 enum { ANSWERS_AT_ONCE = 16 }; // products of so many rows take bf16 inputs where the CPU has them
 
+// Prompts that --eval-generate answers at once.
+static int answers_at_once(const Trainer *trainer) {
+    int at_once = trainer->opts.micro_batch > 0 ? trainer->opts.micro_batch : ANSWERS_AT_ONCE;
+    return at_once < trainer->T ? at_once : trainer->T;
+}
+
 static int print_answers(Trainer *trainer) {
     const Options *opts = &trainer->opts;
     char path[PATH_MAX];
     Answering a;
-    int at_once = opts->micro_batch > 0 ? opts->micro_batch : ANSWERS_AT_ONCE, result = 0;
+    int at_once = answers_at_once(trainer), result = 0;
     double start = seconds();
     memset(&a, 0, sizeof a);
     a.tokenizer = &trainer->tokenizer, a.opts = opts;
     a.temperature = is_given(trainer, "temperature") ? opts->temperature : 0.0f;
-    if (at_once > trainer->T) at_once = trainer->T;
     result =
         answers_path(opts, path, sizeof path) ||
         chat_format(&a.chat, (ChatTemplate)opts->chat_template, TRAIN_ON_ALL, chat_tokens(a.tokenizer), a.tokenizer) ||
@@ -9577,6 +9591,13 @@ static void decide_size(const Trainer *trainer, Action action, int *B, int *T) {
          : action != ACTION_GENERATE ? trainer->T
          : wanted < context          ? (int)wanted
                                      : context;
+}
+
+// Bytes of the caches that an action needs, for sequences of at most T tokens.
+static int64_t action_cache_bytes(const Trainer *trainer, Action action, int T) {
+    int one = action == ACTION_GENERATE || (action == ACTION_TRAIN && trainer->opts.sample_every > 0);
+    int n = action == ACTION_ANSWERS ? answers_at_once(trainer) : one;
+    return n * kv_cache_bytes(&trainer->config, T);
 }
 
 // Prints what is trained on: documents in the order of training.
@@ -9732,6 +9753,7 @@ static int prepare(Trainer *trainer, ModelFile *file, Action action) {
                      action == ACTION_SHOW || action == ACTION_TOKENIZE;
     if (needs_data && (is_node(trainer) ? node_open_data(trainer) : open_data(trainer))) return -1;
     decide_size(trainer, action, &B, &T);
+    trainer->cache_bytes = action_cache_bytes(trainer, action, T);
     codec_init(&mesh->codec, trainer->config.channels, opts->mask_rate, (MaskScale)opts->mask_scale, (Wire)opts->wire,
                (uint64_t)opts->seed);
     mesh->codec.kind = (CodecKind)opts->codec, mesh->codec.klt_forward = opts->klt_forward;

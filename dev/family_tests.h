@@ -545,4 +545,15 @@ static void test_families_train(void) {
         check_same_model(name, other);
     }
 }
+
+#if defined(WITH_ZMQ)
+// Several processes compute what one does: the coordinator's config says all of the family, windows and layers too.
+static void test_families_processes(void) {
+    write_corpus();
+    check_processes_as_one("--init family=qwen3," FAMILY_SMALL "-n 4 -x 2 -y 2 --local-steps 2", "family_cells0", 3,
+                           "done: 4 steps", 0);
+    check_processes_as_one("--init family=mistral,window=6," FAMILY_SMALL "-n 4 -x 2 -y 2 -p 0.6 --anchor-delay 2",
+                           "family_cells1", 2, "done: 4 steps", 1);
+}
+#endif
 #endif

@@ -180,12 +180,6 @@ static void lora_write_base(void) {
     check_run(0, NULL, "--init " LORA_SHAPE " --export @/lora_base.bin --export-dtype fp32", "exported");
 }
 
-// The number behind `key` in a line of what the last run has said.
-static double said_number(const char *key) {
-    const char *at = strstr(run_output, key);
-    return check(at != NULL, "no '%s' in:\n%s", key, run_output) ? strtod(at + strlen(key), NULL) : (double)NAN;
-}
-
 // New adapters add nothing: the first loss is the base's, bit for bit. Must fail for: a B that is not zero.
 static void test_lora_begins_as_base(void) {
     lora_write_base();
