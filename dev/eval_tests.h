@@ -422,7 +422,7 @@ static void test_eval_program(void) {
     RUN(0, "--eval-generate data/fixtures/prompts.jsonl --micro-batch 3 -t 32 --dry-run", "caches of generation");
     double three = said_number("caches of generation");
     RUN(0, "--eval-generate data/fixtures/prompts.jsonl --micro-batch 9 -t 32 --dry-run", "caches of generation");
-    check(said_number("caches of generation") == 3.0 * three,
+    check(fabs(said_number("caches of generation") - 3.0 * three) < 0.05,
           "the plan's caches of 9 prompts are not thrice those of 3");
     RUN(1, "--eval-generate data/fixtures/prompts.jsonl -t 1 -o @/x.jsonl", "no room");
 #undef RUN

@@ -32,43 +32,46 @@ static double family_check_grads(const Fixture *f, double tol) {
     return worst;
 }
 
-// Logits, loss and every gradient of each family.
+// Logits, loss and every gradient of a fixture beside the dump's, which `whose` has computed. of_grads: the tolerance.
+static void family_check_fixture(Fixture *f, const char *name, const char *whose, double of_grads) {
+    int64_t n;
+    double loss;
+    int V = f->stage.config.vocab, N = f->batch.b * f->batch.T;
+    float *logits = dump_values(&f->dump, "", "logits", &n), *ours = guarded(n);
+    floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
+    stage_round(&f->stage, f->stream);
+    stage_forward(&f->stage, 0, f->batch.tokens, NULL, f->batch.b, f->batch.T, NULL, NULL, f->stream);
+    matmul_forward(product, f->stage.normed, stage_weight(&f->stage, f->stage.p.head), N, f->stage.config.channels, V,
+                   NULL, f->stream);
+    copy_activations(ours, product, (int)n, f->stream);
+    double of_logits = relative_error(ours, logits, n);
+    check(of_logits <= model_tol(2e-6, 3e-2), "%s: logits: relative error %.3g", name, of_logits);
+    release(ours, n, "logits");
+    device_free(product);
+    free(logits);
+    float *expected = dump_values(&f->dump, "", "loss", &n);
+    check(stage_gradients(&f->stage, &f->batch, 64, &loss, NULL, NULL, f->stream) == 0, "%s", error_message);
+    double of_loss = fabs(loss - (double)expected[0]) / (double)expected[0];
+    check(of_loss <= model_tol(1e-6, 5e-3), "%s: loss %.8f, %s %.8f", name, loss, whose, (double)expected[0]);
+    free(expected);
+    double worst = family_check_grads(f, of_grads);
+    printf("  %-17s logits %.1e, loss %.1e, worst gradient %.1e from %s\n", name, of_logits, of_loss, worst, whose);
+}
+
+// Each family beside transformers.
 static void test_families_against_pytorch(void) {
     for (int i = 0; i < FAMILY_FIXTURES; i++) {
         Fixture f;
-        int64_t n;
-        double loss;
         if (family_open(&f, family_fixtures[i], 64, 0, 2)) return;
-        int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
-        float *logits = dump_values(&f.dump, "", "logits", &n), *ours = guarded(n);
-        floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
-        stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, NULL, f.batch.b, f.batch.T, NULL, NULL, f.stream);
-        matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
-                       NULL, f.stream);
-        copy_activations(ours, product, (int)n, f.stream);
-        double of_logits = relative_error(ours, logits, n);
-        check(of_logits <= model_tol(2e-6, 3e-2), "%s: logits: relative error %.3g", family_fixtures[i], of_logits);
-        release(ours, n, "logits");
-        device_free(product);
-        free(logits);
-        float *expected = dump_values(&f.dump, "", "loss", &n);
-        check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, NULL, f.stream) == 0, "%s", error_message);
-        double of_loss = fabs(loss - (double)expected[0]) / (double)expected[0];
-        check(of_loss <= model_tol(1e-6, 5e-3), "%s: loss %.8f, transformers %.8f", family_fixtures[i], loss,
-              (double)expected[0]);
-        free(expected);
-        double of_grads = family_check_grads(&f, model_tol(5e-6, 1e-1));
-        printf("  %-17s logits %.1e, loss %.1e, worst gradient %.1e from transformers\n", family_fixtures[i], of_logits,
-               of_loss, of_grads);
+        family_check_fixture(&f, family_fixtures[i], "transformers", model_tol(5e-6, 1e-1));
         fixture_close(&f);
     }
 }
 
 // A forward and backward of a fixture; the caller frees the copy of the gradients.
-static float *family_grads(const char *name, int micro_batch, int recompute, int threads, double *loss, int64_t *n) {
+static float *fixture_grads(const char *name, int micro_batch, int recompute, int threads, double *loss, int64_t *n) {
     Fixture f;
-    if (family_open(&f, name, micro_batch, recompute, threads)) exit(1);
+    if (fixture_open(&f, name, micro_batch, recompute, MODEL_PRECISION, threads)) exit(1);
     for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
         stage_gradients(&f.stage, &f.batch, micro_batch, loss, NULL, NULL, f.stream);
     *n = f.stage.arena_floats;
@@ -91,13 +94,15 @@ static void family_check_cache(const char *name) {
 static void test_families_variants(void) {
     for (int i = 0; i < FAMILY_FIXTURES; i++) {
         const char *name = family_fixtures[i];
+        char path[64];
         int64_t n;
         double loss, other_loss;
-        float *grads = family_grads(name, 2, 0, 2, &loss, &n);
-        float *again = family_grads(name, 2, 1, 3, &other_loss, &n);
+        snprintf(path, sizeof path, "families/%s", name);
+        float *grads = fixture_grads(path, 2, 0, 2, &loss, &n);
+        float *again = fixture_grads(path, 2, 1, 3, &other_loss, &n);
         check(loss == other_loss && memcmp(grads, again, sizeof(float) * (size_t)n) == 0,
               "%s: --recompute with 3 threads changes the bits", name);
-        float *pieces = family_grads(name, 1, 1, 2, &other_loss, &n);
+        float *pieces = fixture_grads(path, 1, 1, 2, &other_loss, &n);
         check(fabs(loss - other_loss) <= model_tol(1e-6, 1e-3) * loss, "%s: micro-batches of 1: loss %g, %g", name,
               other_loss, loss);
         check_close(pieces, grads, n, model_tol(2e-6, 3e-2), name);

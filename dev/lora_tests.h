@@ -104,32 +104,9 @@ static void test_lora_against_peft(void) {
     AdamW adam = {0.9f, 0.999f, 1e-8f};
     for (int i = 0; i < LORA_FIXTURES; i++) {
         Fixture f;
-        int64_t n;
-        double loss;
         if (fixture_open(&f, lora_fixtures[i], 64, 0, MODEL_PRECISION, 2)) return;
-        int V = f.stage.config.vocab, N = f.batch.b * f.batch.T;
         unsigned char *frozen = lora_frozen(&f.stage, f.stream);
-        float *logits = dump_values(&f.dump, "", "logits", &n), *ours = guarded(n);
-        floatX *product = (floatX *)device_alloc(sizeof(floatX) * (size_t)n);
-        stage_round(&f.stage, f.stream);
-        stage_forward(&f.stage, 0, f.batch.tokens, NULL, f.batch.b, f.batch.T, NULL, NULL, f.stream);
-        matmul_forward(product, f.stage.normed, stage_weight(&f.stage, f.stage.p.head), N, f.stage.config.channels, V,
-                       NULL, f.stream);
-        copy_activations(ours, product, (int)n, f.stream);
-        double of_logits = relative_error(ours, logits, n);
-        check(of_logits <= model_tol(2e-6, 3e-2), "%s: logits: relative error %.3g", lora_fixtures[i], of_logits);
-        release(ours, n, "logits");
-        device_free(product);
-        free(logits);
-        float *expected = dump_values(&f.dump, "", "loss", &n);
-        check(stage_gradients(&f.stage, &f.batch, 64, &loss, NULL, NULL, f.stream) == 0, "%s", error_message);
-        double of_loss = fabs(loss - (double)expected[0]) / (double)expected[0];
-        check(of_loss <= model_tol(1e-6, 5e-3), "%s: loss %.8f, PEFT %.8f", lora_fixtures[i], loss,
-              (double)expected[0]);
-        free(expected);
-        double of_grads = family_check_grads(&f, model_tol(5e-6, 2.5e-1));
-        printf("  %-10s logits %.1e, loss %.1e, worst gradient %.1e from PEFT\n", lora_fixtures[i], of_logits, of_loss,
-               of_grads);
+        family_check_fixture(&f, lora_fixtures[i], "PEFT", model_tol(5e-6, 2.5e-1));
         stage_update(&f.stage, adam, 0.1f, 0.1f, stage_grad_norm(&f.stage, f.stream), 1.0f, 1, f.stream);
         unsigned char *after = lora_frozen(&f.stage, f.stream);
         check(memcmp(frozen, after, (size_t)f.stage.frozen_bytes) == 0, "%s: a frozen weight moves", lora_fixtures[i]);
@@ -139,27 +116,16 @@ static void test_lora_against_peft(void) {
     }
 }
 
-// The gradients of a fixture; the caller frees them.
-static float *lora_grads(const char *name, int micro_batch, int recompute, int threads, int64_t *n) {
-    Fixture f;
-    double loss;
-    if (fixture_open(&f, name, micro_batch, recompute, MODEL_PRECISION, threads)) exit(1);
-    for (int twice = 0; twice < 2; twice++) // the second time over old gradients, which must not be added to
-        stage_gradients(&f.stage, &f.batch, micro_batch, &loss, NULL, NULL, f.stream);
-    *n = f.stage.arena_floats;
-    float *copy = (float *)malloc(sizeof(float) * (size_t)*n);
-    memcpy(copy, seen(f.stage.grads, *n, f.stream), sizeof(float) * (size_t)*n);
-    fixture_close(&f);
-    return copy;
-}
-
 // Recomputing and threads change no bit; micro-batches no more than the order of sums. Must fail for: what adapters' A
 // give not computed again for the last product of a layer.
 static void test_lora_passes(void) {
     for (int i = 0; i < LORA_FIXTURES; i++) {
         int64_t n;
-        float *plain = lora_grads(lora_fixtures[i], 64, 0, 2, &n), *again = lora_grads(lora_fixtures[i], 64, 1, 2, &n);
-        float *single = lora_grads(lora_fixtures[i], 64, 0, 1, &n), *parts = lora_grads(lora_fixtures[i], 1, 1, 2, &n);
+        double loss;
+        float *plain = fixture_grads(lora_fixtures[i], 64, 0, 2, &loss, &n),
+              *again = fixture_grads(lora_fixtures[i], 64, 1, 2, &loss, &n);
+        float *single = fixture_grads(lora_fixtures[i], 64, 0, 1, &loss, &n),
+              *parts = fixture_grads(lora_fixtures[i], 1, 1, 2, &loss, &n);
         check(memcmp(plain, again, sizeof(float) * (size_t)n) == 0, "%s: recomputing differs", lora_fixtures[i]);
         check(memcmp(plain, single, sizeof(float) * (size_t)n) == 0, "%s: threads differ", lora_fixtures[i]);
         check_close(parts, plain, n, model_tol(1e-6, 2e-2), "gradients of two micro-batches");
