@@ -1348,7 +1348,7 @@ static int model_load(Stage *model, const ModelFile *file, int check) {
     return 0;
 }
 
-// What adapters add to one matrix: a and b are scratch of their sizes.
+// Adds what a file's adapter makes of one matrix to it: alpha/rank B A, in fp32.
 static int tensor_add_adapter(Stage *stage, const Tensor *tensor, const ModelFile *file, int layer, int module) {
     const Lora *lora = &file->config.lora;
     int64_t a_shape[2] = {lora->rank, tensor->shape[1]}, b_shape[2] = {tensor->shape[0], lora->rank};
@@ -6329,7 +6329,11 @@ static int resume_settings(Trainer *trainer, json_t **state) {
                                             "optimizer",
                                             "rotate-source",
                                             "rotate-geometry",
-                                            "rotate-max-dim"};
+                                            "rotate-max-dim",
+                                            "lora-rank",
+                                            "lora-alpha",
+                                            "lora-targets",
+                                            "lora"};
         int is_fixed = 0;
         for (size_t f = 0; f < sizeof fixed / sizeof *fixed; f++) is_fixed |= strcmp(name, fixed[f]) == 0;
         if (is_fixed)
@@ -6339,6 +6343,7 @@ static int resume_settings(Trainer *trainer, json_t **state) {
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
     json_decref(now);
+    if (checkpoint_latest(trainer->run.path) >= 0) trainer->opts.lora[0] = '\0'; // its shards have the adapters
     return result;
 }
 

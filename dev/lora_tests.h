@@ -187,6 +187,9 @@ static void test_lora_merged(void) {
     check_run(0, NULL, "-m @/lora_run/best --generate number --max-tokens 5 --temperature 0", "number");
     check_run(0, NULL, LORA "-n 3 -o @/lora_more --lora @/lora_run", "rank 4, alpha 12, of q,v,o,up,down");
     check(said_number("step 0  validation loss ") == trained, "adapters that are given begin elsewhere");
+    check_run(1, NULL, "-o @/lora_more --resume --lora-alpha 7", "--lora-alpha differs from the run's");
+    rename(scratch_path("lora_run"), scratch_path("lora_gone")); // the checkpoint has what it was given
+    check_run(0, NULL, "-o @/lora_more --resume -n 4", "done: 4 steps");
 }
 
 // What PEFT writes is read, what it would compute otherwise is refused by name. Must fail for: a key passed over.
