@@ -8447,6 +8447,9 @@ static void test_device_mesh(void) {
     check_same_latest("async", "async_parts", anchored_files, 2, "an asynchronous mesh");
     check_run(0, NULL, TINY_MESH "--micro-batch 2 --probe 0 --schedule async --no-stash -o @/loose", "done: 5 steps");
     check(!same_file("async/latest/model.bin", "loose/latest/model.bin"), "stashing changes nothing");
+#if defined CUDA_EMULATOR && defined __SANITIZE_ADDRESS__
+    return; // the rest is minutes of ops that test_cuda runs under sanitizers too
+#endif
     static const char *const codecs[] = {"topk -p 0.6", "bottleneck", "aqsgd -p 0", "tahquant -p 0"};
     for (int i = 0; i < 4; i++) {
         char command[1024];
@@ -9033,7 +9036,7 @@ static const struct {
 static int is_left_out(const char *name) {
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
 #ifdef CUDA_EMULATOR
-    static const char *const long_ones[] = {"families_variants", "eval_answers"};
+    static const char *const long_ones[] = {"families_variants", "eval_answers", "lora_meshes"};
 #else
     static const char *const long_ones[] = {"mesh_faults", "mesh_soak", "processes_resume"};
 #endif
@@ -9045,9 +9048,20 @@ static int is_left_out(const char *name) {
 #else
     int all = device_has_fp32();
 #endif
-    static const char *const kept[] = {
-        "model_against_pytorch",    "micro_batches",     "model_masked", "kv_cache",     "packed_model", "device_mesh",
-        "families_against_pytorch", "families_variants", "eval_choices", "eval_answers", "prune_model"};
+    static const char *const kept[] = {"model_against_pytorch",
+                                       "micro_batches",
+                                       "model_masked",
+                                       "kv_cache",
+                                       "packed_model",
+                                       "device_mesh",
+                                       "families_against_pytorch",
+                                       "families_variants",
+                                       "eval_choices",
+                                       "eval_answers",
+                                       "prune_model",
+                                       "lora_against_peft",
+                                       "lora_passes",
+                                       "lora_meshes"};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) all |= strcmp(kept[i], name) == 0;
     return !all;
 }
