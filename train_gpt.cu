@@ -971,7 +971,8 @@ static StageBytes stage_bytes(const Stage *stage, Precision precision, int threa
     bytes.scratch += matmul_bytes(weight, inputs, stage->training ? wide : 0, precision);
     bytes.scratch += 4 * wide_floats(stage) + stage->turn_bytes;
     if (precision == PRECISION_BF16 && (stage->training || DEVICE_KEEPS_BF16) && !stage->unrounded &&
-        stage->param_store == STORE_FP32 && leaves_room(stage_bytes_sum(&bytes) + stage->param_bytes / 2))
+        stage->param_store == STORE_FP32 && stage->n_frozen == 0 &&
+        leaves_room(stage_bytes_sum(&bytes) + stage->param_bytes / 2))
         bytes.rounded = stage->param_bytes / 2;
     return bytes;
 }
