@@ -1300,7 +1300,7 @@ static int model_match(const Stage *model, const ModelFile *file) {
             int harmless =
                 ends_with(name, "rotary_emb.inv_freq") || (file->config.tied && strcmp(name, "lm_head.weight") == 0);
             if (model->n_frozen == 0 && file->config.lora.rank > 0) // it is merged
-                harmless |= adapter_belongs(name, model->config.n_layers);
+                harmless |= adapter_belongs(name, &file->config.lora, model->config.n_layers);
             if (!harmless && !model_has(model, name))
                 return error_set("%s: tensor %s is not part of a %s of this config", file->shards[s].path, name,
                                  config_traits(&file->config)->name);
@@ -3949,8 +3949,9 @@ static int cell_run(Mesh *mesh, Cell *cell, const Pass *pass) {
     if (cells_are_timed(mesh)) stream_wait(stream);
     double took = seconds() - start;
     double flops = work.kind == WORK_FORWARD ? stage_flops(stage, N, T) : stage_backward_flops(stage, N, T);
-    if (pass->times != NULL) { // of the head's three products one is forward
-        double backward = work.kind == WORK_FORWARD ? head_seconds * 2.0 / 3.0 : took;
+    if (pass->times != NULL) { // of the head's three products one is forward, of a frozen one's two
+        double share = stage->g.head != NULL ? 2.0 / 3.0 : 0.5;
+        double backward = work.kind == WORK_FORWARD ? head_seconds * share : took;
         pass->times->backward += backward, pass->times->forward += took - backward;
     }
     if (pass->counted)
@@ -6278,9 +6279,10 @@ static int resume_read(Trainer *trainer, json_t **state) {
         if (file_exists(path))
             return error_set("%s is of an older version: finish the run with that, or start a new one with -m %s", path,
                              run->path);
-        if (path_join(path, folder, "run.json")) return -1;
-        // adapters: the run's own -m has the weights that they stand beside
-        if (!adapter_is_folder(folder) && path_join(trainer->model_path, folder, "model.bin")) return -1;
+        AdapterConfig adapter; // their shards have the adapters: what is needed is the model they belong to
+        if (path_join(path, folder, "run.json") || path_join(trainer->model_path, folder, "model.bin")) return -1;
+        if (adapter_is_folder(folder) && adapter_read_config(&adapter, folder)) return -1;
+        if (adapter_is_folder(folder)) memcpy(trainer->model_path, adapter.base, sizeof trainer->model_path);
         *state = json_load_file(path, 0, &error);
         if (*state == NULL) return error_set("%s: line %d: %s", path, error.line, error.text);
         if (json_size(json_object_get(*state, "step")) == step) return 0;
@@ -6344,7 +6346,6 @@ static int resume_settings(Trainer *trainer, json_t **state) {
             printf("resume: --%s differs from the run's; the run goes on with the new value\n", name);
     }
     json_decref(now);
-    if (checkpoint_latest(trainer->run.path) >= 0) trainer->opts.lora[0] = '\0'; // its shards have the adapters
     return result;
 }
 
@@ -8954,8 +8955,9 @@ static int open_tokenizer(Trainer *trainer) {
 // Opens the model and its tokenizer, or takes the config of --init.
 static int open_model(Trainer *trainer, ModelFile *file) {
     const Options *opts = &trainer->opts;
+    int resumed = trainer->model_path[0] != '\0'; // from a checkpoint
     memset(file, 0, sizeof *file);
-    if (trainer->model_path[0] == '\0') {
+    if (!resumed) {
         if (opts->model[0] != '\0' && opts->init[0] != '\0') return error_set("give -m or --init, not both");
         if (opts->model[0] == '\0' && opts->init[0] == '\0')
             return error_set("no model: give -m FILE, or --init for a random one (--help lists everything)");
@@ -8967,8 +8969,9 @@ static int open_model(Trainer *trainer, ModelFile *file) {
         }
         snprintf(trainer->model_path, sizeof trainer->model_path, "%s", opts->model);
     }
-    if (opts->lora[0] != '\0' ? model_file_open_with(file, trainer->model_path, opts->lora)
-                              : model_file_open(file, trainer->model_path))
+    int adapted = !resumed && opts->lora[0] != '\0';
+    if (adapted ? model_file_open_with(file, trainer->model_path, opts->lora)
+                : model_file_open(file, trainer->model_path))
         return -1;
     trainer->config = file->config;
     memcpy(trainer->base_path, file->path, sizeof trainer->base_path);
@@ -9073,10 +9076,19 @@ static int is_host(const Options *opts) {
 // Takes rank, alpha and targets of the file's adapters as the options, so that the log and other processes have them.
 static int lora_from_file(Trainer *trainer, const Lora *lora) {
     Options *opts = &trainer->opts;
+    Lora asked = *lora;
+    char targets[64];
     if (is_given(trainer, "lora-rank") && opts->lora_rank != lora->rank)
         return error_set("--lora-rank %d: the adapters given have rank %d", opts->lora_rank, lora->rank);
+    if (is_given(trainer, "lora-alpha") && opts->lora_alpha != lora->alpha)
+        return error_set("--lora-alpha %g: the adapters given have alpha %g", (double)opts->lora_alpha,
+                         (double)lora->alpha);
+    lora_targets_text(lora, targets, sizeof targets);
+    if (is_given(trainer, "lora-targets") && lora_parse_targets(&asked, opts->lora_targets)) return -1;
+    if (asked.targets != lora->targets)
+        return error_set("--lora-targets %.100s: the adapters given are of %s", opts->lora_targets, targets);
     opts->lora_rank = lora->rank, opts->lora_alpha = lora->alpha;
-    lora_targets_text(lora, opts->lora_targets, sizeof opts->lora_targets);
+    snprintf(opts->lora_targets, sizeof opts->lora_targets, "%s", targets);
     return 0;
 }
 
@@ -10447,6 +10459,7 @@ static int write_weights(const ModelFile *file, const Tensor *tensors, int n, co
     for (int i = 0; i < n && result == 0; i++)
         result = safetensors_declare(&writer, tensors[i].name, DTYPE_F32, tensors[i].shape, tensors[i].n_dims);
     if (result == 0) result = safetensors_begin(&writer, path);
+    int begun = result == 0;
     for (int i = 0; i < n && result == 0; i++) {
         const char *where;
         const SafeTensor *from = model_file_find(file, tensor_source(&tensors[i], file), &where);
@@ -10458,7 +10471,12 @@ static int write_weights(const ModelFile *file, const Tensor *tensors, int n, co
         }
     }
     free(staging);
-    return result == 0 ? file_writer_close(&writer.file) : -1;
+    if (result == 0) return file_writer_close(&writer.file);
+    char reason[ERROR_MAX];
+    memcpy(reason, error_message, sizeof reason);
+    if (begun) file_writer_close(&writer.file), unlink(path);
+    memcpy(error_message, reason, sizeof reason);
+    return -1;
 }
 
 // The same of the embedding the run has begun with, which the anchor's state holds.

@@ -33,12 +33,14 @@ static inline void adapter_name(char *name, size_t size, int layer, int module, 
              is_b ? 'B' : 'A');
 }
 
-// 1 if a tensor's name is that of an adapter in one of the first n_layers layers.
-static inline int adapter_belongs(const char *name, int n_layers) {
+// 1 if a tensor's name is that of one of the adapters in the first n_layers layers.
+static inline int adapter_belongs(const char *name, const Lora *lora, int n_layers) {
     char own[128];
+    if (strncmp(name, "base_model.", 11) != 0) return 0;
     for (int i = 0; i < 2 * LORA_MODULES * n_layers; i++) {
-        adapter_name(own, sizeof own, i / (2 * LORA_MODULES), i / 2 % LORA_MODULES, i % 2);
-        if (strcmp(name, own) == 0) return 1;
+        int module = i / 2 % LORA_MODULES;
+        adapter_name(own, sizeof own, i / (2 * LORA_MODULES), module, i % 2);
+        if (lora_has(lora, module) && strcmp(name, own) == 0) return 1;
     }
     return 0;
 }
@@ -68,20 +70,13 @@ static inline int adapter_is_off(const json_t *value) {
 
 // -1 if a key asks for what is not plain LoRA: one that is not known here must be off.
 static inline int adapter_check_keys(const json_t *json, const char *path) {
-    static const char *const harmless[] = {"alora_invocation_tokens",
-                                           "arrow_config",
-                                           "auto_mapping",
+    static const char *const harmless[] = {"auto_mapping",
                                            "base_model_name_or_path",
                                            "bias",
-                                           "corda_config",
                                            "ensure_weight_tying",
-                                           "eva_config",
                                            "inference_mode",
-                                           "init_lora_weights",
-                                           "loftq_config",
                                            "lora_alpha",
                                            "lora_dropout",
-                                           "lora_ga_config",
                                            "megatron_core",
                                            "peft_type",
                                            "peft_version",
@@ -97,8 +92,13 @@ static inline int adapter_check_keys(const json_t *json, const char *path) {
     const char *bias = json_string_value(json_object_get(json, "bias"));
     if (bias != NULL && strcmp(bias, "none") != 0)
         return error_set("%s: bias is '%.40s'; only adapters without trained biases are read", path, bias);
+    // how they began matters only where loading changes the weights beside them
+    const json_t *init = json_object_get(json, "init_lora_weights");
+    const char *kind = json_string_value(init);
+    if (kind != NULL && strcmp(kind, "gaussian") != 0 && strcmp(kind, "orthogonal") != 0 && strcmp(kind, "eva") != 0)
+        return error_set("%s: init_lora_weights is '%.40s', which changes the model's own weights", path, kind);
     json_object_foreach((json_t *)json, key, value) {
-        int known = adapter_is_off(value);
+        int known = adapter_is_off(value) || value == init;
         for (size_t i = 0; i < sizeof harmless / sizeof *harmless && !known; i++) known = strcmp(key, harmless[i]) == 0;
         if (!known) return error_set("%s: %.60s is not supported", path, key);
     }
@@ -114,12 +114,13 @@ static inline int adapter_from_json(AdapterConfig *config, const json_t *json, c
         return error_set("%s: peft_type is %.40s; only LORA is read", path, type != NULL ? type : "missing");
     if (!json_is_integer(rank) || json_integer_value(rank) < 1 || json_integer_value(rank) > ADAPTER_RANK_MAX)
         return error_set("%s: r is not a rank from 1 to %d", path, ADAPTER_RANK_MAX);
-    if (!json_is_number(alpha) || !(json_number_value(alpha) > 0.0 && json_number_value(alpha) < 1e9))
-        return error_set("%s: lora_alpha is not a number above 0", path);
+    if (!json_is_number(alpha)) return error_set("%s: lora_alpha is not a number", path);
     if (adapter_check_keys(json, path)) return -1;
     int root = json_is_true(json_object_get(json, "use_rslora"));
     config->lora.rank = (int)json_integer_value(rank);
-    config->lora.alpha = (float)(json_number_value(alpha) * (root ? sqrt((double)config->lora.rank) : 1.0));
+    double all = json_number_value(alpha) * (root ? sqrt((double)config->lora.rank) : 1.0);
+    if (!(all >= 1e-6 && all <= 1e6)) return error_set("%s: lora_alpha is not from 1e-6 to 1e6", path);
+    config->lora.alpha = (float)all;
     if (base != NULL && snprintf(config->base, sizeof config->base, "%s", base) >= (int)sizeof config->base)
         return error_set("%s: base_model_name_or_path is too long", path);
     return 0;
@@ -153,7 +154,7 @@ static inline int adapter_write_config(const Lora *lora, const char *base, const
                   0.0, "bias", "none", "fan_in_fan_out", 0, "inference_mode", 1, "target_modules", modules);
     char *text = json != NULL ? json_dumps(json, JSON_INDENT(2)) : NULL;
     json_decref(json);
-    if (text == NULL) return error_set("%s: out of memory for " ADAPTER_CONFIG, folder);
+    if (text == NULL) return error_set("%s: no memory for " ADAPTER_CONFIG ", or the model's path is no UTF-8", folder);
     int result = path_join(path, folder, ADAPTER_CONFIG);
     if (result == 0) result = file_write_text(path, text);
     free(text);
