@@ -189,7 +189,8 @@ static void test_lora_merged(void) {
     check(said_number("step 0  validation loss ") == trained, "adapters that are given begin elsewhere");
     check_run(1, NULL, "-o @/lora_more --resume --lora-alpha 7", "--lora-alpha differs from the run's");
     check_run(1, NULL, LORA "-n 3 -o @/lora_no --lora @/lora_run --lora-alpha 7", "the adapters given have alpha 12");
-    check_run(1, NULL, LORA "-n 3 -o @/lora_no --lora @/lora_run --lora-targets q", "the adapters given are of q,v,o,up");
+    check_run(1, NULL, LORA "-n 3 -o @/lora_no --lora @/lora_run --lora-targets q",
+              "the adapters given are of q,v,o,up");
     check_run(0, NULL, "-m @/lora_run -d @/corpus.jsonl -b 2 -t 16 -n 2 -o @/lora_next", "done: 2 steps");
     rename(scratch_path("lora_run"), scratch_path("lora_gone")); // the checkpoint has what it was given
     check_run(0, NULL, LORA "-o @/lora_more --lora @/lora_run --resume -n 4", "done: 4 steps");
@@ -213,9 +214,9 @@ static void test_lora_config(void) {
         {"\"r\": 4.5, \"lora_alpha\": 8", "r is not a rank"},
         {"\"r\": 4, \"lora_alpha\": -1", "lora_alpha is not from 1e-6 to 1e6"},
         {"\"r\": 4, \"lora_alpha\": 8, \"init_lora_weights\": \"pissa\"", "changes the model's own weights"},
-                 {"\"r\": 4, \"lora_alpha\": 8, \"init_lora_weights\": \"gaussian\"", NULL},
-                 {"\"r\": 4, \"lora_alpha\": 8, \"alora_invocation_tokens\": [1, 2]", "alora_invocation_tokens is not"},
-                 {"\"r\": 4, \"lora_alpha\": 8, \"news\": 7", "news is not supported"}};
+        {"\"r\": 4, \"lora_alpha\": 8, \"init_lora_weights\": \"gaussian\"", NULL},
+        {"\"r\": 4, \"lora_alpha\": 8, \"alora_invocation_tokens\": [1, 2]", "alora_invocation_tokens is not"},
+        {"\"r\": 4, \"lora_alpha\": 8, \"news\": 7", "news is not supported"}};
     char text[512];
     AdapterConfig config;
     file_make_folders(scratch_path("lora_config"));
