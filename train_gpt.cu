@@ -8409,38 +8409,15 @@ static int cell_clear(Trainer *trainer, Cell *cell) {
                : cell_warm_start(&trainer->mesh, cell, &trainer->outer, (uint64_t)trainer->opts.seed);
 }
 
-// The weights of the cell from the coordinator's model file.
-static int node_fetch_weights(Trainer *trainer, Cell *cell) {
+// n tensors of a stage, in a row of its tables, from a file that the coordinator makes of the model's.
+static int node_fetch_tensors(Trainer *trainer, Stage *stage, const char *what, const Tensor *tensors, int n) {
     char path[PATH_MAX];
     SafeTensors file;
-    if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, "weights", path)) return -1;
-    if (safetensors_open(&file, path)) return -1;
-    int result = 0;
-    for (int i = 0; i < cell->stage.n_tensors && result == 0; i++) {
-        const Tensor *t = &cell->stage.tensors[i];
-        const SafeTensor *tensor = state_tensor(&file, t->name, t->n);
-        result = tensor == NULL
-                     ? -1
-                     : stage_read(&cell->stage, stage_values(&cell->stage, ARENA_PARAMS, t), t->n, tensor, 0);
-    }
-    safetensors_close(&file);
-    unlink(path);
-    return result;
-}
-
-// The frozen tensors that a stage has of the model's stage number `part`.
-static int node_fetch_part(Trainer *trainer, Stage *stage, int part) {
-    char path[PATH_MAX], what[32];
-    SafeTensors file;
-    int result = 0;
-    snprintf(what, sizeof what, "frozen.%d", part);
     if (node_fetch(trainer->node, NODE_COORDINATOR, CHANNEL_STATE, what, path)) return -1;
     if (safetensors_open(&file, path)) return -1;
-    const Stage *table = &mesh_cell(&trainer->mesh, 0, part)->stage;
-    int at = 0; // where they begin in the stage's own table
-    while (at < stage->n_frozen && strcmp(stage->frozen[at].name, table->frozen[0].name) != 0) at++;
-    for (int i = 0; i < table->n_frozen && at < stage->n_frozen && result == 0; i++, at++) {
-        const Tensor *t = &stage->frozen[at];
+    int result = 0;
+    for (int i = 0; i < n && result == 0; i++) {
+        const Tensor *t = &tensors[i];
         const SafeTensor *tensor = state_tensor(&file, t->name, t->n);
         result = tensor == NULL ? -1 : stage_read(stage, stage_values(stage, ARENA_PARAMS, t), t->n, tensor, 0);
     }
@@ -8455,8 +8432,15 @@ static int node_fetch_frozen(Trainer *trainer) {
     Cell *cell = node_cell(trainer);
     Stage *stage = cell != NULL ? &cell->stage : &trainer->anchor.stage;
     if (stage->n_frozen == 0 || trainer->node->has_frozen) return 0;
-    for (int s = 0; s < mesh->n_stages; s++)
-        if ((cell == NULL || cell->index == s) && node_fetch_part(trainer, stage, s)) return -1;
+    const Tensor *from = stage->frozen; // the anchor's table is the stages' one after the other
+    for (int s = 0; s < mesh->n_stages; s++) {
+        char what[32];
+        int n = mesh_cell(mesh, 0, s)->stage.n_frozen;
+        if (cell != NULL && cell->index != s) continue;
+        snprintf(what, sizeof what, "frozen.%d", s);
+        if (node_fetch_tensors(trainer, stage, what, from, n)) return -1;
+        from += n;
+    }
     trainer->node->has_frozen = 1;
     return mesh_share_frozen(mesh);
 }
@@ -8472,7 +8456,8 @@ static int node_fetch_cell(Trainer *trainer, Cell *cell, const json_t *from) {
     if (strcmp(weights, "keep") == 0) return 0;
     if (strcmp(weights, "init") == 0)
         stage_init_table(stage, (uint64_t)trainer->opts.seed);
-    else if (strcmp(weights, "file") == 0 && node_fetch_weights(trainer, cell))
+    else if (strcmp(weights, "file") == 0 &&
+             node_fetch_tensors(trainer, stage, "weights", stage->tensors, stage->n_tensors))
         return -1;
     trainer->anchor.deliveries = 0; // factors and tables of before are not this state's
     stage_begin_meeting(stage);

@@ -275,18 +275,20 @@ static inline int model_file_open_adapted(ModelFile *file, const char *folder) {
     return model_file_open_plain(file, adapter.base) ? -1 : model_file_add_adapter(file, &adapter, folder);
 }
 
+// folder (PATH_MAX) = where a path's adapters lie: there, or in the latest checkpoint of a run. 0: it has none.
+static inline int model_file_find_adapters(char *folder, const char *path) {
+    if (path_join(folder, path, "latest")) return 0;
+    if (adapter_is_folder(path)) return snprintf(folder, PATH_MAX, "%s", path) < PATH_MAX;
+    return adapter_is_folder(folder);
+}
+
 // Opens a model by its path. 0, or -1 with one line naming file, tensor and reason; nothing is left open then.
 static inline int model_file_open(ModelFile *file, const char *path) {
-    char latest[PATH_MAX];
-    int result = path_join(latest, path, "latest");
+    char folder[PATH_MAX];
     memset(file, 0, sizeof *file);
     file->side_files = json_object();
-    if (result == 0 && adapter_is_folder(path))
-        result = model_file_open_adapted(file, path);
-    else if (result == 0 && adapter_is_folder(latest))
-        result = model_file_open_adapted(file, latest);
-    else if (result == 0)
-        result = model_file_open_plain(file, path);
+    int result = model_file_find_adapters(folder, path) ? model_file_open_adapted(file, folder)
+                                                        : model_file_open_plain(file, path);
     if (result) model_file_close(file);
     return result;
 }
@@ -294,11 +296,11 @@ static inline int model_file_open(ModelFile *file, const char *path) {
 // Opens a model and adapters that lie elsewhere.
 static inline int model_file_open_with(ModelFile *file, const char *path, const char *adapters) {
     AdapterConfig adapter;
-    char latest[PATH_MAX];
-    int is_run =
-        path_join(latest, adapters, "latest") == 0 && !adapter_is_folder(adapters) && adapter_is_folder(latest);
-    if (adapter_read_config(&adapter, is_run ? latest : adapters) || model_file_open(file, path)) return -1;
-    if (model_file_add_adapter(file, &adapter, is_run ? latest : adapters) == 0) return 0;
+    char folder[PATH_MAX];
+    if (!model_file_find_adapters(folder, adapters))
+        return error_set("%.300s: neither adapters (" ADAPTER_CONFIG ") nor a run that has some", adapters);
+    if (adapter_read_config(&adapter, folder) || model_file_open(file, path)) return -1;
+    if (model_file_add_adapter(file, &adapter, folder) == 0) return 0;
     model_file_close(file);
     return -1;
 }
